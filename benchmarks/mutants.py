@@ -82,7 +82,7 @@ MUTANTS = {
         ("updaters/test_overflow.py",),
     ),
     "metrics: a mean of means": Mutant(
-        "metrics/mean.py",
+        "metrics/observed.py",
         "return Mean(self.total + other.total, self.weight + other.weight)",
         "return Mean(self.total * other.weight + other.total * self.weight, self.weight * other.weight)",
         ("metrics/test_metrics.py",),
@@ -94,19 +94,19 @@ MUTANTS = {
         ("snapshots/test_crash_states.py", "snapshots/test_io_errors.py"),
     ),
     "snapshots: one too many is kept": Mutant(
-        "snapshots/retention.py",
+        "snapshots/writer.py",
         "*ordered[-self.keep :]",
         "*ordered[-self.keep - 1 :]",
         ("extensions/test_snapshot.py", "snapshots/test_writer.py"),
     ),
     "snapshots: of equal values the last one is the best": Mutant(
-        "snapshots/retention.py",
+        "snapshots/writer.py",
         'return value > than[self.best] if self.mode == "max"',
         'return value >= than[self.best] if self.mode == "max"',
         ("extensions/test_snapshot.py",),
     ),
     "triggers: a resumed run counts its periods anew": Mutant(
-        "triggers/interval.py",
+        "triggers/times.py",
         "        if self._previous is None:\n            self._previous = position(progress, self.unit)",
         "        self._previous = 0",
         ("triggers/test_trigger_table.py",),

@@ -138,6 +138,7 @@ def test_the_public_names(imported: dict[str, Any]) -> None:
         "portable",
         "precision",
         "prediction",
+        "program",
         "replicas",
         "side_files",
         "state",

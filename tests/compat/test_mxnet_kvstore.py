@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.compat.mxnet import KVStore, kvstore
-from lockstep.compat.mxnet.two_bit_compression import TwoBitCompression
+from lockstep.compat.mxnet.kvstore import TwoBitCompression
 from tests.support.ranks import run_on_ranks
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep as ls
 from lockstep.data import BatchIterator, Samples
-from lockstep.data.sample_streams import SampleStreams
+from lockstep.data.samples import SampleStreams
 from lockstep.streams import StreamOverride, shard_stream, stream_seed
 
 # On a machine with one core PyTorch advises against two workers.

@@ -10,7 +10,7 @@ import torch
 
 import lockstep as ls
 from lockstep.replicas.pool import replica_set, settings
-from lockstep.replicas.pool.parameter_copier import ParameterCopier
+from lockstep.replicas.pool.replica_set import ParameterCopier
 from tests.support import zygote
 from tests.support.emulated import PROJECT, observed
 from tests.support.emulated.pool import build_or_skip, on_emulated_devices

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.streams import DefaultGeneratorGuard, StreamOverride, override, shard_stream
-from lockstep.streams.kernels import RandomKernel, random_kernels
+from lockstep.streams.override import RandomKernel, random_kernels
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams import DefaultGeneratorGuard, StreamOverride, StreamOverrideError, shard_stream
-from lockstep.streams.kernels import random_kernels, redirect, restore
+from lockstep.streams.override import random_kernels, redirect, restore
 
 
 def kernels() -> dict[str, str]:

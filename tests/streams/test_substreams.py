@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from lockstep.streams.substreams import INITIALISATION, STEP, computation_substream, substream
+from lockstep.streams.seeds import INITIALISATION, STEP, computation_substream, substream
 
 positions = st.integers(0, 2**28 - 1)
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.compute.measured_speeds import TIMED_COMPUTATIONS, UNTIMED_COMPUTATIONS
+from lockstep.updaters.compute.clock import TIMED_COMPUTATIONS, UNTIMED_COMPUTATIONS
 from tests.support.faults import fail, interrupt
 from tests.support.gan import run, snapshot
 from tests.support.runs import DAILY, Placement, cross_entropy, digests, finalized, train, updater_for

@@ -78,3 +78,44 @@ def test_state_of_a_hook_that_runs_once_is_lost_in_a_resume(started: dict[str, H
     assert row.difference is not None
     assert row.cause is not None
     assert (row.difference.update, row.difference.what, row.cause.kind) == (2, "step", "resume")
+
+
+BATCH_LOSS = """
+import torch
+import lockstep as ls
+from torch.nn import functional
+
+class Encoder(torch.nn.Sequential):
+    def forward(self, x):
+        return functional.dropout(super().forward(x), 0.1)
+
+def contrastive(model, x):
+    rows = functional.normalize(model(x))
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(x)))
+
+torch.manual_seed(0)
+encoder = Encoder(torch.nn.Linear(4, 8, bias=False), torch.nn.BatchNorm1d(8)).eval()
+data = list(torch.randn(32, 4))
+batches, tests = ls.BatchIterator(data, 16, shuffle=True), ls.BatchIterator(data, 16, repeat=False)
+optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+updater = ls.ParallelUpdater(batches, optimizer, encoder, devices=1, num_shards=4, loss_fn=contrastive)
+trainer = ls.Trainer(updater, until=(5, "iteration"))
+trainer.extend(ls.extensions.Evaluator(tests, loss_fn=contrastive), trigger=(1, "iteration"))
+trainer.run()
+"""
+
+
+def test_what_is_equal_and_wrong_is_named(started: dict[str, Host], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BATCH_LOSS, encoding="utf-8")
+    verifier = Verifier(str(script), (), UPDATES, str(tmp_path), started, lambda _: None)
+    report = verifier.report([way for way in WAYS if way.one_shard])
+    (row,) = report.rows
+    assert row.difference is not None
+    assert row.cause is not None
+    assert (row.status, row.difference.what, report.passed) == ("differs", "one shard", False)
+    assert (row.cause.kind, row.cause.line) == ("mean", "train.py:10 in contrastive")
+    evaluation, mode, normalized = report.findings
+    assert evaluation.startswith("An evaluation computes as in training: dropout at train.py:8 in forward")
+    assert "switched to training mode" in mode
+    assert normalized.startswith("1 layers (1) normalize each shard by its own statistics")

@@ -15,8 +15,9 @@ from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, v
 DESCRIPTION = """
 Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
 with worker processes, killed and resumed, and others. Compare the bits of weights, buffers, optimizer state and losses
-after each update, and show the first update, tensor and shard that differ. The files of the run are written to a folder
-of this command, not to yours. The exit code is 0 if all ways are equal, and 1 otherwise.
+after each update, and show the first update, tensor and shard that differ. Also compare the gradient of a batch with
+that of the batch as a single shard. The files of the run are written to a folder of this command, not to yours. The
+exit code is 0 if all ways are equal, and 1 otherwise.
 """
 NAMES = ", ".join(way.name for way in WAYS)
 
@@ -75,7 +76,7 @@ def _table(report: Report) -> str:
     lines += ["", *report.findings] if report.findings else []
     equal = sum(row.status == "equal" for row in report.rows)
     run = sum(row.status != "skipped" for row in report.rows)
-    end = f"{equal} of {run} ways have the bits of the first one, {report.seconds:.0f} s."
+    end = f"{equal} of {run} ways agree with the first one, {report.seconds:.0f} s."
     return "\n".join(["", *lines, "", end])
 
 

@@ -17,5 +17,4 @@ from lockstep.data.parts import (
     Tokens as Tokens,
 )
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
-from lockstep.data.source import Source as Source
-from lockstep.data.split_by_rank import check_not_split_by_rank as check_not_split_by_rank
+from lockstep.data.source import Source as Source, check_not_split_by_rank as check_not_split_by_rank

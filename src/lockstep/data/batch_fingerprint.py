@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import Subset
 
 from lockstep import nest
-from lockstep.data.sample_streams import draws_no_numbers
-from lockstep.data.samples import Samples
+from lockstep.data.samples import Samples, draws_no_numbers
 
 NUM_ROWS: Final = 4
 """The number of rows of a batch of tensors that are read, if it has as many."""

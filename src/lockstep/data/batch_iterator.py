@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import SampleFilter, TrackingIterator
 from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
-from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
-from lockstep.data.samples import MapDataset, Samples
+from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_numbers
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError

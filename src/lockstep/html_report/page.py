@@ -22,9 +22,9 @@ from lockstep.html_report.sections import (
     number,
     sessions_table,
     snapshots_table,
+    times_section,
     values_table,
 )
-from lockstep.html_report.times import times_section
 from lockstep.snapshots import compare_runs
 
 IN_MINUTES: Final = 120

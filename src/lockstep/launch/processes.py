@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.communicators import LOOPBACK, RunEnvironment, listening_store, shutdown_timeout_for, timeout_for
 from lockstep.errors import PeerError
-from lockstep.launch.outcome import Outcome, first_cause
-from lockstep.launch.rank import run_rank
+from lockstep.launch.rank import Outcome, first_cause, run_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

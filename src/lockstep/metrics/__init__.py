@@ -1,15 +1,21 @@
 """Metrics, means that can be merged, and reports from inside a model or loss function."""
 
 from lockstep.metrics.accuracy import Accuracy as Accuracy
-from lockstep.metrics.average import Average as Average
-from lockstep.metrics.interval_means import IntervalMeans as IntervalMeans
-from lockstep.metrics.mean import Mean as Mean, merge as merge
+from lockstep.metrics.average import Average as Average, IntervalMeans as IntervalMeans
 from lockstep.metrics.metric import Mergeable as Mergeable, Metric as Metric
-from lockstep.metrics.observed import Observed as Observed, as_mean as as_mean, read as read, read_means as read_means
+from lockstep.metrics.observed import (
+    Mean as Mean,
+    Observed as Observed,
+    as_mean as as_mean,
+    merge as merge,
+    read as read,
+    read_means as read_means,
+)
 from lockstep.metrics.reports import (
     Observers as Observers,
     WeightedSum as WeightedSum,
     collecting as collecting,
+    flatten_value as flatten_value,
     report as report,
 )
 from lockstep.metrics.shard_metrics import (
@@ -23,4 +29,3 @@ from lockstep.metrics.torchmetrics_states import (
     is_collection as is_collection,
     is_torchmetric as is_torchmetric,
 )
-from lockstep.metrics.values import flatten_value as flatten_value

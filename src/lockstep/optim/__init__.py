@@ -1,7 +1,6 @@
 """Optimizers with hooks, and learning rate schedules for training with large batches."""
 
 from lockstep.optim import hooks as hooks, schedule as schedule
-from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim.hooked import (
     HookedOptimizer as HookedOptimizer,
     HookList as HookList,
@@ -16,6 +15,6 @@ from lockstep.optim.momentum import (
     lr_momentum_step as lr_momentum_step,
     momentum_step as momentum_step,
 )
-from lockstep.optim.momentum_sgd import MomentumSGD as MomentumSGD
+from lockstep.optim.momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD, MomentumSGD as MomentumSGD
 from lockstep.optim.norm import norms as norms
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule

@@ -1,16 +1,141 @@
-"""Momentum SGD whose velocity contains the learning rate, with or without momentum correction."""
+"""Momentum SGD with the learning rate inside of the velocity or outside, and the options of torch's SGD."""
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import scalar
-from lockstep.optim.momentum import add_to_lr_velocity, add_weight_decay, lr_momentum_step
-from lockstep.optim.momentum_optimizer import MomentumOptimizer
+from lockstep.optim.hooked import HookedOptimizer, scalar, unknown_options
+from lockstep.optim.momentum import (
+    add_to_lr_velocity,
+    add_weight_decay,
+    check_fused_support,
+    fused_momentum_step,
+    lr_momentum_step,
+    momentum_step,
+)
+
+TORCH_OPTIONS: Final = {"dampening": 0.0, "nesterov": False, "maximize": False}
+"""The options of ``torch.optim.SGD`` beside those that every momentum optimizer has, with their defaults."""
+
+_KEPT: Final = ("missing_grad", "frozen", "correction")
+"""Options that torch's SGD does not have, which keep their values when its state is loaded."""
+
+
+class MomentumOptimizer(HookedOptimizer):
+    """A momentum optimizer with the options ``dampening``, ``nesterov`` and ``maximize`` of torch's SGD.
+
+    A subclass implements the arithmetic in `_advance_rows`, and `_velocity` if its velocity is not torch's.
+    """
+
+    is_elementwise = True
+
+    # Set before the velocities of a step exist: the first gradient enters a velocity undampened, as in torch.
+    _fresh: frozenset[int] = frozenset()
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        dampening = options.get("dampening", 0)
+        if not 0 <= dampening <= 1:
+            raise ValueError(f"`dampening` must lie in [0, 1], got {dampening}.")
+        if options.get("nesterov") and (options["momentum"] == 0 or dampening != 0):
+            raise ValueError(
+                "`nesterov` must be used with a momentum above 0 and without dampening, got "
+                f"momentum={options['momentum']} and dampening={dampening}."
+            )
+
+    def advance(self) -> None:
+        """Apply one step to the weights; see `HookedOptimizer.advance`."""
+        for group in self.param_groups:
+            if group.get("dampening"):
+                self._advance_eagerly()
+                return
+        super().advance()
+
+    # The compiler calls `_init_group` only when it compiles: what is fresh in that step would be so in all later ones.
+    # `torch.compiler.disable` would load the compiler when lockstep is imported; this form, which torch's own
+    # optimizers use, loads it at the first call.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _advance_eagerly(self) -> None:
+        super().advance()
+
+    def _init_group(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], *states: list[Tensor]
+    ) -> None:
+        if group.get("dampening"):
+            first = [each for each in group["params"] if "velocity" not in self.state.get(each, {})]
+            self._fresh = frozenset(map(id, first))
+        super()._init_group(group, weights, grads, *states)
+
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        weights, velocities, grads = lists
+        if group.get("maximize"):
+            grads = [-grad for grad in grads]
+        # As in torch, dampening has no effect without momentum.
+        dampening = group.get("dampening", 0.0) if group["momentum"] else 0.0
+        if not dampening:
+            self._advance_rows(group, weights, velocities, grads, dampening=0.0)
+            return
+        rows = list(zip(weights, velocities, grads, strict=True))
+        for some, factor in (
+            ([row for row in rows if id(row[0]) in self._fresh], 0.0),
+            ([row for row in rows if id(row[0]) not in self._fresh], dampening),
+        ):
+            if some:
+                columns = [list(column) for column in zip(*some, strict=True)]
+                self._advance_rows(group, *columns, dampening=factor)
+
+    @abstractmethod
+    def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
+        """Apply a step.
+
+        Args:
+            group: The parameter group whose options apply.
+            *lists: The weights, the velocities, and the gradients, which are negated for maximization.
+            dampening: The dampening of these velocities.
+        """
+
+    def _velocity(self, buffer: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - see subclasses
+        """Return the state of a parameter, given the momentum buffer of torch's SGD and the options of its group."""
+        return {"velocity": buffer.clone()}
+
+    def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of this optimizer for one of torch's SGD, and any other with the options that it lacks."""
+        # The group comes first as well, so that its keys keep their order.
+        saved = state_dict["param_groups"] if state_dict.keys() >= {"state", "param_groups"} else []
+        groups = [{**group, **TORCH_OPTIONS, **group} for group in saved]
+        if "t" in state_dict or not groups or not all({"foreach", "dampening"} <= group.keys() for group in saved):
+            # A state that was saved before these options existed was saved by a run with their defaults.
+            return {**state_dict, "param_groups": groups} if groups else state_dict
+        options_of: dict[int, Mapping[str, Any]] = {}
+        for own, group in zip(self.param_groups, groups, strict=False):
+            group.update({name: own[name] for name in _KEPT if name in own})
+            if "fused" in group:
+                group["fused"] = bool(group["fused"])
+            for option in unknown_options(group, self.defaults):
+                del group[option]
+            options_of.update(dict.fromkeys(group["params"], group))
+        buffers = {index: each.get("momentum_buffer") for index, each in state_dict["state"].items()}
+        warnings.warn(
+            f"The loaded state is that of torch.optim.SGD. Its momentum buffers become the velocities of this "
+            f"{type(self).__name__}; hooks, counters and the loss scale keep their state.",
+            stacklevel=3,
+        )
+        return {
+            **self.state_dict(),
+            "param_groups": groups,
+            "state": {
+                index: self._velocity(buffer, options_of[index])
+                for index, buffer in buffers.items()
+                if buffer is not None and index in options_of
+            },
+        }
 
 
 class MomentumSGD(MomentumOptimizer):
@@ -139,3 +264,110 @@ class MomentumSGD(MomentumOptimizer):
             lr_momentum_step(some_weights, some_velocities, some_grads, lr=lr, momentum=rescaled, **options)
             for weight in some_weights:
                 self.state[weight]["velocity_lr"] = lr
+
+
+class CorrectedMomentumSGD(MomentumOptimizer):
+    """Momentum SGD whose velocity is not affected by a change of the learning rate.
+
+    With weight w, velocity u, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
+
+        u ← m·u + g
+        w ← w - η·u
+
+    `MomentumSGD` keeps η inside its velocity v = η·u. Inserting v into its rule, with the correction that a
+    new η requires, yields the rule above::
+
+        v' = m·(η'/η)·v + η'·g = η'·(m·u + g) = η'·u'
+
+    The steps are those of ``torch.optim.SGD(momentum=m, weight_decay=λ)``, bit for bit; in addition there are
+    hooks, counters, Chainer's treatment of missing gradients, and a saved state that is checked when it is
+    loaded. In bfloat16 and float16 on a CPU all elements are rounded alike (see `add_scaled_`), whereas the
+    rounding of torch's optimizer depends on the number of threads.
+
+    Args:
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+        lr: The learning rate η, at least 0. If it is a tensor, `torch.compile` does not compile again when
+            its value changes.
+        momentum: The momentum m, in [0, 1).
+        weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
+            updated, as in ``torch.optim.SGD``; `lockstep.compat.nnabla.SGDW` keeps
+            the decay out of the velocity.
+        dampening: The share of each gradient but the first, in [0, 1], that does not enter the velocity; as in
+            ``torch.optim.SGD``, it has no effect without momentum.
+        nesterov: Whether the weights move along the velocity that the next step would have with the same gradient.
+        maximize: Whether the weights move along the gradient instead of against it.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies momentum to it.
+        frozen: Whether the parameters are left unchanged.
+        fused: Whether one kernel computes both lines in one pass, as in ``torch.optim.SGD(fused=True)``.
+            It is faster, but its bits depend on how tensors are split.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Determinism: elementwise, so the bits do not depend on where each parameter is updated.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
+    equation 9. Chainer's optimizer of this name stores -u.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = CorrectedMomentumSGD([weight], lr=0.5, momentum=0.5)
+    >>> for lr in (0.5, 0.25):
+    ...     optimizer.lr = lr
+    ...     weight.grad = torch.tensor([1.0])
+    ...     optimizer.step()
+    >>> weight.item(), optimizer.state[weight]["velocity"].item(), optimizer.t
+    (0.125, 1.5, 2)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.01,
+        momentum: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        missing_grad: str = "skip",
+        frozen: bool = False,
+        fused: bool = False,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening}
+        choices = {"nesterov": nesterov, "maximize": maximize, "missing_grad": missing_grad, "frozen": frozen}
+        super().__init__(params, {**numbers, **choices, "fused": fused})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Args:
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
+
+        Raises:
+            ValueError: If an option is out of range, or ``fused`` is set for half precision on a CPU.
+        """
+        super().add_param_group(param_group)
+        if not self.param_groups[-1]["fused"]:
+            return
+        # The group is checked after it was added, because torch accepts "params" in several forms until then.
+        try:
+            for weight in self.param_groups[-1]["params"]:
+                check_fused_support(weight)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
+        weights, velocities, grads = lists
+        decay = group["weight_decay"]
+        numbers = {"lr": scalar(group["lr"]), "momentum": group["momentum"]}
+        options = {"dampening": dampening, "nesterov": group["nesterov"]}
+        if group["fused"]:
+            fused_momentum_step(weights, velocities, grads, **numbers, weight_decay=decay, **options)
+        else:
+            momentum_step(weights, velocities, add_weight_decay(weights, grads, decay), **numbers, **options)
+
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        # Minus zeros, so that the first velocity keeps the signed zeros of the gradient; see `momentum_step`.
+        state["velocity"] = torch.zeros_like(weight).neg_()

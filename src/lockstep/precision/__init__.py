@@ -1,7 +1,6 @@
 """Mixed precision: loss scales, the check for non-finite gradients, master weights, and autocast."""
 
 from lockstep.precision.backward import initial_gradient as initial_gradient, multiply_ as multiply_
-from lockstep.precision.current_scale import CurrentScale as CurrentScale
 from lockstep.precision.finite import (
     copy_to_device as copy_to_device,
     divide_ as divide_,
@@ -22,6 +21,7 @@ from lockstep.precision.masters import (
 from lockstep.precision.policy import Precision as Precision, parse_precision as parse_precision
 from lockstep.precision.scaler import LossScaler as LossScaler
 from lockstep.precision.scales import (
+    CurrentScale as CurrentScale,
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
     RampLossScale as RampLossScale,

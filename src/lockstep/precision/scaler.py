@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
-from lockstep.precision.current_scale import CurrentScale
 from lockstep.precision.finite import gradients_of, nonfinite_flag, to_device, unscale_
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
-from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
+from lockstep.precision.scales import CurrentScale, DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.precision.skipping import cannot_skip, skipped_if
 from lockstep.state import check_keys
 

@@ -16,7 +16,6 @@ from lockstep.snapshots.interchange import (
     import_torch as import_torch,
 )
 from lockstep.snapshots.manifest import Limits as Limits, Manifest as Manifest
-from lockstep.snapshots.retention import Retention as Retention
 from lockstep.snapshots.run import (
     Agreement as Agreement,
     Collector as Collector,
@@ -45,6 +44,10 @@ from lockstep.snapshots.snapshot import (
     newest_whole as newest_whole,
     verify as verify,
 )
-from lockstep.snapshots.writer import SnapshotWriter as SnapshotWriter, write_beside as write_beside
+from lockstep.snapshots.writer import (
+    Retention as Retention,
+    SnapshotWriter as SnapshotWriter,
+    write_beside as write_beside,
+)
 
 list = list_snapshots  # noqa: A001 - it is called as `ls.snapshots.list`

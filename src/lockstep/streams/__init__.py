@@ -7,19 +7,19 @@ make every thread draw from a generator of its own, and `DefaultGeneratorGuard` 
 default generator nevertheless.
 """
 
-from lockstep.streams.guard import DefaultGeneratorGuard as DefaultGeneratorGuard
 from lockstep.streams.override import (
     StreamOverride as StreamOverride,
     StreamOverrideError as StreamOverrideError,
     shard_stream as shard_stream,
 )
 from lockstep.streams.seeding import restored_generators as restored_generators, seed_everything as seed_everything
-from lockstep.streams.seeds import stream_seed as stream_seed
-from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
-from lockstep.streams.substreams import (
+from lockstep.streams.seeds import (
     INITIALISATION as INITIALISATION,
     STEP as STEP,
     computation_substream as computation_substream,
+    stream_seed as stream_seed,
     substream as substream,
 )
+from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
+from lockstep.streams.state import DefaultGeneratorGuard as DefaultGeneratorGuard
 from lockstep.streams.thread import THREAD_STREAMS as THREAD_STREAMS, stream_is_open as stream_is_open

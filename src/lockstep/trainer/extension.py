@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from lockstep.state import Stateful
+from lockstep.errors import StateError
+from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
 
 WRITER = 300
@@ -266,3 +268,47 @@ def make_extension(
         finalize=finalize,
         on_error=on_error,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ExtensionEntry:
+    """An extension of a trainer, with the name, the trigger and the priority it was added with."""
+
+    name: str
+    extension: Extension
+    trigger: Trigger
+    priority: int
+    call_before_training: bool
+
+
+def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warn: bool) -> None:
+    """Check the extensions that a saved state of a trainer names; warn of those that were added or removed since.
+
+    Args:
+        state: The saved state of the trainer. It is not changed.
+        names: The names of the trainer's extensions.
+        strict: Whether a difference is an error.
+        warn: Whether this process prints the warning.
+
+    Raises:
+        StateError: If `strict` and extensions were added or removed; or if the state contradicts itself, whether
+            strict or not.
+    """
+    saved = state["extensions"]
+    check_keys(state["triggers"], saved, of="the triggers of Trainer")
+    unknown = {*state["pending"], state["due"]} - {None, *saved}
+    if unknown:
+        raise StateError(f"The state of Trainer must name its extensions as pending, got {sorted(unknown)}.")
+    if strict:
+        check_keys(saved, names, of="the extensions of Trainer")
+    added = [name for name in names if name not in saved]
+    removed = [name for name in saved if name not in names]
+    if warn and (added or removed):
+        changes = [f"added {', '.join(added)}"] if added else []
+        changes += [f"removed {', '.join(removed)}"] if removed else []
+        warnings.warn(
+            f"The extensions of this Trainer are not those of the saved state: {' and '.join(changes)}. Extensions "
+            "that were added start without a saved state, and the state of those that were removed is ignored. To "
+            "refuse such a state, call load_state_dict(state, strict=True).",
+            stacklevel=3,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,20 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lockstep.elsewhere import EXTEND, TRAINER, TRAINER_NAMES, missing_attribute, names_ours
-from lockstep.errors import EndOfDataError, OrderError, SignalExit
+from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
-from lockstep.replicas import OneIntraOpThread
-from lockstep.snapshots import Resumption
+from lockstep.prediction import Prediction, runner_of
+from lockstep.replicas import BatchDim, OneIntraOpThread
+from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
-from lockstep.trainer.changed_extensions import check_extensions
-from lockstep.trainer.description import describe
 from lockstep.trainer.ending import call_and_catch, report_failure, say
-from lockstep.trainer.extension import Action, Extension, as_extension
-from lockstep.trainer.extension_entry import ExtensionEntry
-from lockstep.trainer.predicting import Predicting
-from lockstep.trainer.resuming import resume_from
+from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
 from lockstep.trainer.synchronized_progress import SynchronizedProgress
 from lockstep.trainer.trial import trial_folder, trial_updates
 from lockstep.triggers import (
@@ -39,12 +36,12 @@ from lockstep.triggers import (
     position,
     reached,
 )
-from lockstep.updaters import Updater
+from lockstep.updaters import Converter, Updater, look_up
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
 
 
-class Trainer(Predicting):
+class Trainer:
     """Runs updates, and after each update the extensions whose triggers fire, until a bound is reached.
 
     One iteration::
@@ -134,7 +131,9 @@ class Trainer(Predicting):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return describe(self.updater, self.until, self.out, self._order)
+        ending = f"until={self.until!r}, out={str(self.out)!r}), {self.updater.iteration} updates done"
+        called = [f"\n  {each.name}: trigger {each.trigger!r}, priority {each.priority}" for each in self._order]
+        return f"Trainer({type(self.updater).__name__}, {ending}{''.join(called)}"
 
     @property
     def until(self) -> Trigger:
@@ -276,7 +275,7 @@ class Trainer(Predicting):
         if self._started is not None:
             raise OrderError("`run` must not be called during a run.")
         if resume is not None and not (resume == "auto" and self._begun):
-            self.resumption = resume_from(self, resume, accept) or self.resumption
+            self.resumption = self._resume(resume, accept) or self.resumption
         self.until.initialize(self._progress)
         for entry in self._order:
             entry.extension.prepare(self)
@@ -358,6 +357,28 @@ class Trainer(Predicting):
         self._due = self._entries.get(state["due"])
         self._pending = deque(self._entries[name] for name in state["pending"] if name in self._entries)
 
+    def _resume(self, source: str | Path, accept: Collection[str]) -> Resumption | None:
+        """Load a snapshot, see `run`; return None if the source is ``"auto"`` and there is none.
+
+        After an error nothing of the trainer has changed.
+        """
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(f'`resume` must be "auto", the folder of a snapshot or of a run, or None, got {source!r}.')
+        snapshot = find(self.updater, source, self.out)
+        if snapshot is None:
+            return None
+        # Not by the path of the snapshot, which may be one of another machine.
+        same_run = source == "auto" or Path(source).resolve().is_relative_to(self.out.resolve())
+        resumption = prepare(self.updater, snapshot, accept, same_run=same_run)
+        if resumption.surroundings is None:
+            raise StateError(
+                f"Cannot resume a Trainer from {resumption.path}, which was saved without one. Load it into the "
+                "updater by lockstep.snapshots.restore."
+            )
+        with fitting(resumption.path):
+            self.load_state_dict({**resumption.surroundings, "updater": resumption.updater})
+        return resumption
+
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         """Load every part, or none."""
         parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = [(self.until, state["until"])]
@@ -366,6 +387,51 @@ class Trainer(Predicting):
             parts.append((self._entries[name].extension, state["extensions"][name]))
         # The updater last, so that it need not be restored: its state is as large as the model.
         load_all([*parts, (self.updater, state["updater"])])
+
+    def predict(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int = 32,
+        num_shards: int = 1,
+        model_name: str = "main",
+        output: Callable[[Any], Any] | None = None,
+        target: bool | str | None = None,
+        converter: Converter | None = None,
+        output_dim: BatchDim = 0,
+    ) -> Any:
+        """Run the model on a dataset, on the devices and ranks of the updater and in its precision.
+
+        Every rank makes this call, before, after or during a run (from an extension), and receives the outputs of all
+        samples, on the CPU and in order. Training is not affected. See `lockstep.predict` for the arguments.
+
+        Args:
+            dataset: A dataset, or an iterable of batches.
+            batch_size: The number of samples per batch of a dataset, at least 1.
+            num_shards: The number of shards per batch, at least 1. With 1 each batch runs as a whole.
+            model_name: The name of the updater's model to run.
+            output: A function of the output of the model that returns what is collected.
+            target: True if the last entry of a tuple is a target, or the key of the target in a dict.
+            converter: Converts samples to tensors; by default that of the updater.
+            output_dim: The dimension of outputs that counts samples.
+
+        Returns:
+            The outputs in containers like those of the model.
+
+        Raises:
+            KeyError: If there is no model of this name.
+            ValueError: If there is no sample, or the outputs do not fit together.
+            ReplicaError: If the model raised; the original error is the cause.
+            DisagreementError: If the ranks were given different batches.
+        """
+        check_integer("batch_size", batch_size, minimum=1)
+        check_integer("num_shards", num_shards, minimum=1)
+        look_up(model_name, self.updater.get_all_models())
+        runner = runner_of(self.updater, num_shards=num_shards, model_name=model_name)
+        try:
+            return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
+        finally:
+            runner.release()
 
     def _unshared_trigger(self, spec: TriggerSpec) -> Trigger:
         """Return the trigger of a new extension; the second of two callers would never see it fire."""

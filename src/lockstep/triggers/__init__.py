@@ -2,12 +2,14 @@
 
 from lockstep.triggers.best_value import BestValue as BestValue, MaxValue as MaxValue, MinValue as MinValue
 from lockstep.triggers.early_stopping import EarlyStopping as EarlyStopping
-from lockstep.triggers.interval import Interval as Interval
-from lockstep.triggers.manual_schedule import ManualSchedule as ManualSchedule
-from lockstep.triggers.once import Once as Once
-from lockstep.triggers.position import position as position, reached as reached
-from lockstep.triggers.spec import TriggerSpec as TriggerSpec, get_trigger as get_trigger
-from lockstep.triggers.time import Time as Time
+from lockstep.triggers.times import (
+    Interval as Interval,
+    ManualSchedule as ManualSchedule,
+    Once as Once,
+    Time as Time,
+    TriggerSpec as TriggerSpec,
+    get_trigger as get_trigger,
+)
 from lockstep.triggers.trigger import (
     AllOf as AllOf,
     AnyOf as AnyOf,
@@ -15,5 +17,7 @@ from lockstep.triggers.trigger import (
     Progress as Progress,
     Trigger as Trigger,
     Unit as Unit,
+    position as position,
+    reached as reached,
 )
 from lockstep.triggers.until import Latch as Latch, Until as Until, get_until as get_until

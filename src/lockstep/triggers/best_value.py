@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from lockstep.metrics import Average
-from lockstep.triggers.spec import TriggerSpec, get_trigger
+from lockstep.triggers.times import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger
 
 

@@ -7,9 +7,8 @@ import warnings
 from typing import Literal
 
 from lockstep.metrics import Average
-from lockstep.triggers.position import reached
-from lockstep.triggers.spec import TriggerSpec, get_trigger
-from lockstep.triggers.trigger import Progress, Trigger, Unit
+from lockstep.triggers.times import TriggerSpec, get_trigger
+from lockstep.triggers.trigger import Progress, Trigger, Unit, reached
 
 
 class EarlyStopping(Trigger):

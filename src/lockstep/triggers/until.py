@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.state import check_keys
-from lockstep.triggers.position import check_unit, position, reached
-from lockstep.triggers.spec import TriggerSpec, check_pair, get_trigger
-from lockstep.triggers.trigger import Progress, Trigger, Unit
+from lockstep.triggers.times import TriggerSpec, check_pair, get_trigger
+from lockstep.triggers.trigger import Progress, Trigger, Unit, check_unit, position, reached
 
 
 class Until(Trigger):

@@ -1,6 +1,5 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.batch_loss import BatchLoss as BatchLoss
 from lockstep.updaters.compute import (
     Clock as Clock,
     ShardFunction as ShardFunction,
@@ -8,6 +7,7 @@ from lockstep.updaters.compute import (
     Times as Times,
 )
 from lockstep.updaters.loss import (
+    BatchLoss as BatchLoss,
     Loss as Loss,
     LossFunction as LossFunction,
     check_loss as check_loss,
@@ -16,7 +16,7 @@ from lockstep.updaters.loss import (
     metric_pairs as metric_pairs,
     supervised as supervised,
 )
-from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater
+from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater, StandardUpdater as StandardUpdater
 from lockstep.updaters.ranks import CURE as CURE, describe_error as describe_error, raise_error as raise_error
 from lockstep.updaters.result import (
     ShardReport as ShardReport,
@@ -31,7 +31,6 @@ from lockstep.updaters.setup import (
     check_functions as check_functions,
     look_up as look_up,
 )
-from lockstep.updaters.standard import StandardUpdater as StandardUpdater
 from lockstep.updaters.state import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,

@@ -15,8 +15,7 @@ from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas import check_leaves, foreign_leaves
 from lockstep.tree import Tensors
-from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.loss import Loss, LossFunction, check_loss
+from lockstep.updaters.loss import BatchLoss, Loss, LossFunction, check_loss
 
 
 class GatheredBatch:

@@ -23,6 +23,18 @@ CURES: Final = {
     "data": "The dataset returns other samples where it is read in another order or process. Let a sample depend on "
     "its index only, and draw from the default generators, which have a stream for each sample.",
     "sum": "All shards are equal, and what is made of them is not. Hooks of parameters may hold a state.",
+    "mean": "The loss is not a mean over samples, so the result depends on the number of shards, as it does on that of "
+    "devices in DDP. If it is a mean with weights, such as those of classes, tokens or labels that are not ignored, "
+    "return `Loss(mean, weight=sum of the weights)`, or use `supervised` or `token_mean`. If it compares samples or "
+    "divides one sum by another, use `BatchLoss`.",
+    "total": "The loss is a sum over samples, and shards are averaged, so the result depends on their number. Divide "
+    "it by the number of samples, or use `supervised` with a criterion that has `reduction='sum'`.",
+    "layer": "It computes outputs of a sample from other samples of its shard, so the result depends on the number of "
+    "shards. Normalize samples one by one, as LayerNorm and GroupNorm do, and compute a term over the batch, such as "
+    "the auxiliary loss of a router, in the criterion of a `BatchLoss`.",
+    "pairs": "A tensor of shape (n, 1) meets one of shape (n,), so each sample is compared with all samples of its "
+    "shard. Give output and target the same shape.",
+    "row": "The model returns one row for all samples of a shard. Keep the dimension of the samples in every layer.",
 }
 """What to do, by the kind of a cause."""
 

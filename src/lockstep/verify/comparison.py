@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +18,8 @@ class Difference:
 
     Attributes:
         what: "data" if a shard gets other samples, "shard" if it computes other values from the same samples, "step" if
-            all shards are equal, and "end" if one run ended before the other.
+            all shards are equal, "one shard" if the batch as a single shard has another gradient, and "end" if one run
+            ended before the other.
         source: The updater or optimizer, counted in the order of their first updates.
         update: The update, 1 for the first one.
         tensor: The first tensor that differs: an input, a gradient, or one of the training state.
@@ -40,7 +41,12 @@ class Difference:
         if self.what == "end":
             return self.text
         where = "" if self.shard is None else f", shard {self.shard}"
-        what = {"data": "the input", "shard": "the gradient of", "step": "after the step,"}[self.what]
+        what = {
+            "data": "the input",
+            "shard": "the gradient of",
+            "step": "after the step,",
+            "one shard": "as a single shard, the gradient of",
+        }[self.what]
         if self.tensor == "loss":
             what = "the"
         return f"update {self.update}{where}: {what} {self.tensor}"
@@ -53,11 +59,13 @@ class Run:
     Attributes:
         updates: The records of its updates.
         notes: What was noted about the script.
+        compared: What was found by comparing gradients with those of a single shard.
         error: The error that ended it; empty without one.
     """
 
     updates: dict[Key, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    compared: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
 
@@ -69,17 +77,17 @@ def read_run(paths: Iterable[Path]) -> list[Run]:
     """
     runs = []
     for path in paths:
-        updates: dict[Key, dict[str, Any]] = {}
-        notes: dict[str, Any] = {}
+        run = Run()
         error = ""
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in map(json.loads, lines):
             if "update" in line:
-                updates[line["update"], line["source"]] = line
+                run.updates[line["update"], line["source"]] = line
             else:
-                notes |= line.get("note", {})
+                run.notes.update(line.get("note", {}))
+                run.compared.extend(line.get("compared", []))
                 error = line.get("error", error)
-        runs.append(Run(updates, notes, error))
+        runs.append(replace(run, error=error))
     for key in runs[0].updates:
         shards: dict[str, Any] = {}
         for run in runs:

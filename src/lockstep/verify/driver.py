@@ -229,7 +229,9 @@ class Verifier:
                 rows[way.name] = row = self.compare(reference, way)
                 self.say(f"{way.name}: {row.status}")
         ordered = self.with_causes([rows.get(way.name) or self.compare(reference, way) for way in ways])
-        return Report(ordered, updates=len(reference.updates), notes=reference.notes, findings=findings(reference))
+        looked = next((self.read(way)[0] for way in todo if way.one_shard), Run())
+        found = findings(reference, looked)
+        return Report(ordered, updates=len(reference.updates), notes=reference.notes, findings=found)
 
     def with_causes(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows with the cause of each difference; equal differences of several ways are looked at once."""
@@ -237,7 +239,7 @@ class Verifier:
         found = []
         for row in rows:
             difference = row.difference
-            if difference is None or difference.what == "end":
+            if difference is None or difference.what == "end" or row.cause is not None:
                 found.append(row)
                 continue
             if difference.what == "data":
@@ -269,6 +271,8 @@ class Verifier:
 
     def compare(self, reference: Run, way: Way) -> Row:
         """Compare the records of a way with those of the first one."""
+        if way.one_shard:
+            return row_of(way, self.read(way)[0])
         made = self.job(way).stages(0)[-1][0].resumes_at
         for rank, run in enumerate(self.read(way)):
             found = first_difference(reference, run, made=made)
@@ -277,6 +281,24 @@ class Verifier:
                     found = Difference("end", text=f"rank {rank} {found.text}")
                 return Row(way, found)
         return Row(way, updates=len(reference.updates) - made)
+
+
+def row_of(way: Way, run: Run) -> Row:
+    """Return the result of comparing gradients with those of a single shard.
+
+    Args:
+        way: The way that compares them.
+        run: Its record.
+    """
+    for found in run.compared:
+        if found["status"] == "differs":
+            return Row(way, Difference("one shard", update=1, tensor=found["tensor"]), cause=Cause(**found["cause"]))
+    if run.error and not run.compared:
+        return Row(way, Difference("end", text=f"ended before the comparison. {run.error}"))
+    left_out = [found["reason"] for found in run.compared if found["status"] == "skipped"]
+    if left_out or not run.compared:
+        return Row(way, skipped=left_out[0] if left_out else "Only losses that updaters compute are compared.")
+    return Row(way, updates=1)
 
 
 def why_skipped(way: Way, reference: Run) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,10 +29,11 @@ from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunne
 from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
-from lockstep.verify.findings import describe_parameters
+from lockstep.verify.findings import LOOP, describe_parameters
 from lockstep.verify.job import Job
 from lockstep.verify.local import LOCAL
-from lockstep.verify.modes import FreshMemory, OperatorLog
+from lockstep.verify.modes import FreshMemory, OperatorLog, TrainingCalls, users_line
+from lockstep.verify.one_shard import compare_attempt
 from lockstep.verify.recorder import Recorder, of_nest, of_parameters
 from lockstep.verify.ways import REFERENCE
 
@@ -70,9 +71,11 @@ class ObservedTask:
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
         """Run the task on a shard, and record it."""
         instruments, recorder, task = self.instruments, self.instruments.recorder, self.task
-        if instruments.is_to_die():
+        if instruments.dying:
             os.kill(os.getpid(), signal.SIGKILL)
-        recorder.name_parameters(runner.replicas.model)
+        model = runner.replicas.model
+        instruments.models[id(model)] = model
+        recorder.name_parameters(model)
         computation = recorder.computation
         read = getattr(task, "inputs", None)
         batch = given if read is None else _inputs(read, shard, runner)
@@ -84,7 +87,9 @@ class ObservedTask:
         is_target = instruments.is_target(computation, shard.index)
         kept = map_tensors(torch.clone, given) if is_target else None
         try:
-            with instruments.modes(log=is_target) as log:
+            looks = instruments.job.way.one_shard and not torch.is_grad_enabled()
+            evaluation = instruments.evaluation() if looks else NO_CONTEXT
+            with evaluation, instruments.modes(log=is_target) as log:
                 task.run(runner, shard, given)
         finally:
             LOCAL.shard = None
@@ -116,6 +121,11 @@ class Instruments:
         building: The updaters, groups and modules, by ``id``, whose constructors are running.
         resumed: The updaters, by ``id``, whose state was loaded without a trainer.
         notes: The lines about the script that were written.
+        parameters: Whether an optimizer holds each parameter, by the updater and the name.
+        models: The models of replicas and of updaters, by ``id``.
+        optimizers: The optimizers that were stepped without an updater, by ``id``.
+        alive: What computes in evaluations as in training.
+        compared: The gradients that were compared with those of a single shard, by engine and position.
     """
 
     job: Job
@@ -127,6 +137,11 @@ class Instruments:
     building: set[int] = field(default_factory=set)
     resumed: set[int] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
+    parameters: dict[str, dict[str, bool]] = field(default_factory=dict)
+    models: dict[int, nn.Module] = field(default_factory=dict)
+    optimizers: dict[int, Optimizer] = field(default_factory=dict)
+    alive: dict[str, None] = field(default_factory=dict)
+    compared: set[tuple[int, int]] = field(default_factory=set)
 
     def install(self) -> None:
         """Replace the methods."""
@@ -148,6 +163,8 @@ class Instruments:
             pin_clocks()
             register_module_forward_pre_hook(_enter_module)
             register_module_forward_hook(_leave_module, always_call=True)
+        if self.job.way.one_shard:
+            register_module_forward_pre_hook(self.before_call)
         if self.job.way.threads is not None:
             torch.set_num_threads(self.job.way.threads)
 
@@ -189,6 +206,18 @@ class Instruments:
             original(built, *args, **options)
         finally:
             self.building.discard(id(built))
+        if self.job.way.one_shard and isinstance(built, ParallelUpdater):
+            engine: Any = built._engine  # noqa: SLF001 - what computes the gradients of all updates
+            engine.compute = partial(self.compare, engine.compute, engine)
+
+    def compare(self, original: Call, engine: Any, attempt: Any, context: Any) -> None:
+        """Compare each gradient of the first update with that of a single shard, and compute it."""
+        key = id(engine), attempt.request.computation
+        found = None if key in self.compared else compare_attempt(engine, attempt)
+        self.compared.add(key)
+        if found is not None:
+            self.recorder.write({"compared": [asdict(found)]})
+        original(attempt, context)
 
     def build_iterator(self, original: Call, built: BatchIterator, *args: Any, **options: Any) -> None:
         """Create an iterator with the worker processes of the way."""
@@ -223,8 +252,9 @@ class Instruments:
             self.snapshot.wait()
         LOCAL.owner = updater
         models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
+        self.note_parameters(str(recorder.source(updater)), models, optimizers.values())
         if len(models) == 1:
-            self.note(parameters=describe_parameters(models.values(), optimizers.values()))
+            self.models |= {id(model): model for model in models.values()}
         if not recorder.inside:
             # What was computed between two updates, such as an evaluation, is not a part of this one.
             recorder.forget_shards()
@@ -234,6 +264,8 @@ class Instruments:
         finally:
             recorder.inside -= 1
         training = updater._training  # noqa: SLF001 - the state of all updaters under its names
+        if training.mode_was_changed:
+            self.note(was_in_evaluation=True)
         rates = _rates(training.optimizers.values())
         recorder.update(updater, "updater", training.tensors(), result.loss, rates=rates)
         return result
@@ -247,9 +279,36 @@ class Instruments:
             self.resumed.add(id(updater))
             updater.load_state_dict(torch.load(path, weights_only=False))
 
-    def is_to_die(self) -> bool:
-        """Whether this process is to be killed in the shard that begins."""
-        return self.dying
+    def note_parameters(self, source: str, models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Note which parameters are held by an optimizer.
+
+        Args:
+            source: The updater's number.
+            models: The models by name.
+            optimizers: All optimizers.
+        """
+        self.parameters[source] = describe_parameters(models, optimizers)
+        self.note(parameters=self.parameters)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Note what computes in an evaluation as it does in training."""
+        with TrainingCalls() as found:
+            yield
+        self.note_alive(found.calls)
+
+    def before_call(self, module: nn.Module, inputs: Any) -> None:
+        """Note a model that is called in training mode for an evaluation, without gradients and outside of updates."""
+        del inputs
+        is_outside = LOCAL.shard is None and not self.recorder.inside and not torch.is_grad_enabled()
+        if is_outside and module.training and id(module) in self.models and len(self.models) == 1:
+            self.note_alive([f"{type(module).__name__} in training mode at {users_line()}"])
+
+    def note_alive(self, calls: Iterable[str]) -> None:
+        """Note calls that compute in an evaluation as in training."""
+        self.alive |= dict.fromkeys(calls)
+        if self.alive:
+            self.note(evaluation=list(self.alive))
 
     def run_shards(self, original: Call, runner: ShardRunner, work: Any, task: Any, streams: ShardStreams) -> None:
         """Run shards, and record each."""
@@ -261,7 +320,7 @@ class Instruments:
         gradients = original(runner)
         shard = LOCAL.shard
         if shard is not None and not LOCAL.experiment and any(gradient is not None for gradient in gradients):
-            self.recorder.shard(*shard, gradients=of_parameters(runner.replica, gradients))
+            self.recorder.shard(*shard, gradients=of_parameters(runner.replica, runner.parameters, gradients))
         return gradients
 
     def run_streams(self, original: Call, streams: ShardStreams, *args: Any, **options: Any) -> Any:
@@ -325,7 +384,10 @@ class Instruments:
                 found[name] = parameter
                 state = optimizer.state.get(parameter, {})
                 found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
-        self.recorder.update(optimizer, "optimizer", found)
+        self.optimizers[id(optimizer)] = optimizer
+        named = {type(model).__name__: model for model in self.models.values()}
+        self.note_parameters(LOOP, named, self.optimizers.values())
+        self.recorder.update(optimizer, "optimizer", found, rates=_rates([optimizer]))
 
 
 def _rates(optimizers: Iterable[Optimizer]) -> list[float]:

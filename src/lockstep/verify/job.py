@@ -42,7 +42,6 @@ class Job:
         dies_at: The number of updates after which it is killed; 0 for never.
         resumes_at: The number of updates that an earlier process has made; 0 for none.
         target: What to look at more closely; None for nothing.
-        checks: Whether to check what is equal everywhere and may still be wrong.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Job:
     dies_at: int = 0
     resumes_at: int = 0
     target: Target | None = None
-    checks: bool = False
 
     @property
     def record(self) -> Path:

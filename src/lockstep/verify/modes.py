@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import sysconfig
@@ -10,6 +11,8 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +29,14 @@ NOT_THE_USERS: Final = (
     "<",
 )
 """Beginnings of the names of files that are not the user's."""
+
+TRAINING: Final = frozenset(
+    {
+        *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+        *(functional.alpha_dropout, functional.feature_alpha_dropout, functional.batch_norm),
+    }
+)
+"""Functions with an argument `training`, whose results differ from those in an evaluation if it is True."""
 
 ALLOCATIONS: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -88,6 +99,27 @@ class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as abo
             {"operator": str(func), "made": found, "line": users_line(), "module": modules[-1] if modules else ""}
         )
         return made
+
+
+class TrainingCalls(TorchFunctionMode):
+    """Writes down calls of functions of torch that draw a dropout or use batch statistics.
+
+    Attributes:
+        calls: The functions, each with the line that called it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and write it down."""
+        if func in TRAINING:
+            given = inspect.signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            if given.arguments["training"] and given.arguments.get("p", 1) > 0:
+                self.calls.append(f"{func.__name__} at {users_line()}")
+        return func(*args, **(kwargs or {}))
 
 
 def users_line() -> str:

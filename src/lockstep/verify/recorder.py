@@ -145,14 +145,18 @@ def of_nest(nest: Any) -> dict[str, str]:
     return {name: bits(tensor) for name, tensor in named_tensors(nest)}
 
 
-def of_parameters(replica: nn.Module, gradients: Iterable[torch.Tensor | None]) -> dict[str, str]:
+def of_parameters(
+    replica: nn.Module, parameters: Iterable[nn.Parameter], gradients: Iterable[torch.Tensor | None]
+) -> dict[str, str]:
     """Return the hashes of gradients by the names of their parameters.
 
     Args:
         replica: The replica that computed them.
-        gradients: The gradients of its parameters that require one, in order; None where there is none.
+        parameters: The parameters that were trained when the updater was created, some of which may be frozen for now.
+        gradients: Their gradients; None where there is none.
     """
-    names = [name for name, parameter in replica.named_parameters() if parameter.requires_grad]
+    names = {id(parameter): name for name, parameter in replica.named_parameters()}
     return {
-        name: "none" if gradient is None else bits(gradient) for name, gradient in zip(names, gradients, strict=False)
+        names[id(parameter)]: "none" if gradient is None else bits(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
     }

@@ -27,6 +27,7 @@ class Way:
         fills: Whether fresh memory is filled with NaN while shards and optimizers compute.
         threads: The number of intra-op threads outside of updates; None for torch's default.
         resumes: Whether the process is killed in the middle, and another one resumes.
+        one_shard: Whether the gradient of the first batch is compared with that of the batch as a single shard.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Way:
     fills: bool = False
     threads: int | None = None
     resumes: bool = False
+    one_shard: bool = False
 
 
 REFERENCE: Final = Way("one-device", "one device, no worker processes")
@@ -52,6 +54,7 @@ WAYS: Final = (
     Way("memory", "fresh memory filled with NaN", fills=True),
     Way("later", "another start and number of threads", threads=LATER),
     Way("resume", "killed in the middle and resumed", resumes=True),
+    Way("one-shard", "the first batch as a single shard, in float64", one_shard=True),
 )
 """The ways that are compared with `REFERENCE`, in the order of the table."""
 

@@ -284,6 +284,20 @@ def test_a_dataset_with_state_is_warned_of() -> None:
         updater.update()
 
 
+def test_a_batch_whose_shards_begin_inside_of_a_cache_line_raises_no_alarm() -> None:
+    """Products round by the place in memory, so that a copy has to lie as the shard does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 3))
+    batches = [(torch.randn(11, 7), torch.randint(3, (11,))) for _ in range(8)]
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), ls.supervised(functional.cross_entropy)
+    updater = ls.ParallelUpdater(
+        batches, optimizer, model, devices=["cpu"], num_shards=NUM_SHARDS, loss_fn=loss_fn, audit_every=1
+    )
+    with updating(updater), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(updater, len(batches))
+
+
 class Extremes(nn.Module):
     """Records the largest activation, as observers do."""
 

@@ -15,7 +15,7 @@ import lockstep as ls
 from lockstep import plan
 from lockstep.communicators import Watch
 from lockstep.updaters.compute import Clock
-from lockstep.updaters.compute.measured_speeds import (
+from lockstep.updaters.compute.clock import (
     TIMED_COMPUTATIONS,
     UNTIMED_COMPUTATIONS,
     MeasuredSpeeds,

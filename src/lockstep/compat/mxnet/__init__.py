@@ -5,6 +5,8 @@ Heterogeneous Distributed Systems", 2015, arXiv:1512.01274), for the names and t
 """
 
 from lockstep.compat.mxnet.descriptions import DataBatch as DataBatch, DataDesc as DataDesc
-from lockstep.compat.mxnet.group import DataParallelExecutorGroup as DataParallelExecutorGroup
+from lockstep.compat.mxnet.group import (
+    DataParallelExecutorGroup as DataParallelExecutorGroup,
+    split_input_slice as split_input_slice,
+)
 from lockstep.compat.mxnet.kvstore import KVStore as KVStore
-from lockstep.compat.mxnet.slices import split_input_slice as split_input_slice

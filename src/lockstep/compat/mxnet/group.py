@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import reduce
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import nn
@@ -12,9 +15,143 @@ from torch import nn
 from lockstep import nest
 from lockstep.compat.mxnet import descriptions
 from lockstep.compat.mxnet.descriptions import DataBatch, DataDesc, Description
-from lockstep.compat.mxnet.grad_req import GradReqs, parse_grad_req
-from lockstep.compat.mxnet.slices import check_workloads, split_input_slice
 from lockstep.replicas import Monitor, ReplicaGroup, Updatable
+
+
+def split_input_slice(
+    batch_size: int, work_load_list: Sequence[float], *, rule: Literal["python", "scala"] = "python"
+) -> list[slice]:
+    """Split a batch into one slice per device, as MXNet does.
+
+    A device of workload w gets ``round(w * batch_size / sum of workloads)`` samples as long as there are some;
+    the last device also gets the remaining ones. (`lockstep.plan` assigns numbers that differ from the exact
+    proportions by at most one, and leaves no device without a sample if there are enough. MXNet's rule does
+    neither.)
+
+    Args:
+        batch_size: The number of samples, at least 1.
+        work_load_list: The relative speeds of the devices.
+        rule: The rounding: "python" rounds half to even, "scala" rounds half up, in float32.
+
+    Raises:
+        ValueError: If a slice is empty, or the sum of the workloads, as the rule computes it, is 0 or not finite.
+
+    >>> split_input_slice(8, [1, 1, 1, 1, 1, 1])[-2:]
+    [slice(4, 5, None), slice(5, 8, None)]
+    """
+    shares = (_shares_in_float32 if rule == "scala" else _shares)(batch_size, work_load_list)
+    if not shares or not all(map(math.isfinite, shares)):
+        raise ValueError(
+            "`work_load_list` must have a finite sum other than 0, and finite products with the batch size "
+            f"({batch_size}), got {list(work_load_list)}."
+        )
+    # Python's `round` rounds half to even.
+    lengths = [math.floor(share + 0.5) if rule == "scala" else round(share) for share in shares]
+    # Rounding down on every device can leave several samples, all of which go to the last one.
+    lengths[-1] += max(batch_size - sum(lengths), 0)
+    slices: list[slice] = []
+    begin = 0
+    for length in lengths:
+        end = min(begin + length, batch_size)
+        if begin >= end:
+            raise ValueError(
+                f"`work_load_list` must leave a sample for every device of a batch of {batch_size}, got "
+                f"{list(work_load_list)}, by which device {len(slices)} has none. Use fewer devices or a "
+                "larger batch."
+            )
+        slices.append(slice(begin, end))
+        begin = end
+    return slices
+
+
+def check_workloads(num_devices: int, work_load_list: Sequence[float] | None) -> list[float]:
+    """Check that there is one workload per device, and return the workloads; None stands for equal ones.
+
+    Raises:
+        ValueError: If the number of workloads is not the number of devices.
+    """
+    loads = [1.0] * num_devices if work_load_list is None else list(work_load_list)
+    if len(loads) != num_devices:
+        raise ValueError(f"`workload` must hold one workload per device ({num_devices}), got {len(loads)}.")
+    return loads
+
+
+def _shares(batch_size: int, loads: Sequence[float]) -> list[float]:
+    """Return the exact share of each device, which is NaN if the sum of the workloads is 0."""
+    # Not by `sum`, which compensates for rounding from Python 3.12 on; MXNet's Python did not.
+    total = reduce(operator.add, loads, 0)
+    return [load * batch_size / total if total else math.nan for load in loads]
+
+
+def _shares_in_float32(batch_size: int, loads: Sequence[float]) -> list[float]:
+    """Return the exact share of each device, where each operation is in float32 as in the JVM."""
+    narrow = torch.tensor(list(loads), dtype=torch.float32)
+    shares: list[float] = (narrow * batch_size / reduce(torch.add, narrow.unbind(), torch.zeros(()))).tolist()
+    return shares
+
+
+GradReq: TypeAlias = Literal["write", "add", "null"]
+GradReqs: TypeAlias = "GradReq | Sequence[GradReq] | Mapping[str, GradReq]"
+
+
+class Options(TypedDict):
+    """The options of a `ReplicaGroup` that follow from ``grad_req``."""
+
+    grad_mode: Any
+    fixed: list[str]
+    input_grads: bool | dict[str, GradReq]
+
+
+def parse_grad_req(
+    grad_req: GradReqs,
+    *,
+    data: Sequence[str],
+    parameters: Sequence[str],
+    labels: Sequence[str],
+    fixed: Sequence[str],
+    inputs_need_grad: bool,
+) -> Options:
+    """Return the options for the gradients of parameters and data.
+
+    A single mode applies to all parameters that are not fixed, and to the data if their gradients are requested. A
+    list holds a mode for each of data, parameters and labels, and is taken literally. A mapping takes precedence
+    over all other arguments.
+
+    Args:
+        grad_req: A mode, a list of modes in order, or a mapping of modes by name.
+        data: The names of the data.
+        parameters: The names of the parameters.
+        labels: The names of the labels.
+        fixed: The names of the parameters without a gradient.
+        inputs_need_grad: Whether gradients of the data are requested.
+
+    Raises:
+        ValueError: If a list has another length, or a name is unknown.
+    """
+    if isinstance(grad_req, str):
+        return {"grad_mode": grad_req, "fixed": list(fixed), "input_grads": inputs_need_grad}
+    modes = _modes_by_name(grad_req, [*data, *parameters, *labels])
+    literal = not isinstance(grad_req, Mapping)
+    default: GradReq = "write" if inputs_need_grad else "null"
+    data_modes = {name: modes.get(name, default) for name in data}
+    return {
+        "grad_mode": {name: mode for name, mode in modes.items() if name in parameters},
+        "fixed": [] if literal else list(fixed),
+        "input_grads": data_modes if set(data_modes.values()) != {"null"} else False,
+    }
+
+
+def _modes_by_name(grad_req: Sequence[GradReq] | Mapping[str, GradReq], names: Sequence[str]) -> dict[str, GradReq]:
+    """Return the modes by name."""
+    if not isinstance(grad_req, Mapping):
+        if len(grad_req) != len(names):
+            raise ValueError(f"`grad_req` must hold one mode for each of {list(names)}, got {len(grad_req)}.")
+        return dict(zip(names, grad_req, strict=True))
+    unknown = sorted(set(grad_req) - set(names))
+    if unknown:
+        raise ValueError(f"`grad_req` must name some of {list(names)}, got {unknown}.")
+    return dict(grad_req)
+
 
 Tensors: TypeAlias = "Sequence[torch.Tensor | None]"
 

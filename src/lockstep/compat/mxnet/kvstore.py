@@ -2,20 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, LocalCommunicator, find_communicator
-from lockstep.compat.mxnet.key_updates import OptimizerFactory, OptimizerPerKey, UpdateFunction, assign_sum
-from lockstep.compat.mxnet.keys import Key, Keys, Values, group_by_key
-from lockstep.compat.mxnet.two_bit_compression import TwoBitCompression
 from lockstep.errors import OrderError, StateError
 from lockstep.state import check_keys
 from lockstep.tree import PartialSum, total
+
+Key: TypeAlias = "int | str"
+Keys: TypeAlias = "Key | Sequence[Key]"
+Values: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]"
+"""A tensor, or one tensor per device; for several keys, one of these for each key."""
+
+
+def group_by_key(key: Keys, tensors: Values, argument: str = "value") -> list[tuple[Key, list[Tensor]]]:
+    """Pair each key with its tensors.
+
+    Args:
+        key: One key, or a list of keys.
+        tensors: For each key a tensor, or one tensor per device.
+        argument: The name of the tensors in error messages.
+
+    Raises:
+        ValueError: If the numbers of keys and values differ, or a key has no tensor.
+
+    >>> import torch
+    >>> [(name, len(parts)) for name, parts in group_by_key(["w", "b"], [torch.ones(1), [torch.ones(1)] * 2])]
+    [('w', 1), ('b', 2)]
+    """
+    several = not isinstance(key, (int, str))
+    keys = list(cast("Sequence[Key]", key)) if several else [cast("Key", key)]
+    given = list(cast("Sequence[Tensor | Sequence[Tensor]]", tensors if several else [tensors]))
+    if len(keys) != len(given):
+        raise ValueError(f"`key` must hold as many keys as there are values ({len(given)}), got {len(keys)}.")
+    paired = [
+        (name, [each] if isinstance(each, Tensor) else list(each)) for name, each in zip(keys, given, strict=True)
+    ]
+    empty = [name for name, parts in paired if not parts]
+    if empty:
+        raise ValueError(f"`{argument}` must hold a tensor for each key, and {empty[0]!r} has none.")
+    return paired
+
+
+OptimizerFactory: TypeAlias = "Callable[[list[nn.Parameter]], Optimizer]"
+UpdateFunction: TypeAlias = "Callable[[Key, Tensor, Tensor], object]"
+"""A function of a key, the sum of the pushed tensors, and the value, which it changes in place."""
+
+
+def assign_sum(key: Key, summed: Tensor, value: Tensor) -> None:
+    """Set the value to the sum."""
+    del key
+    value.copy_(summed.to_dense())
+
+
+class OptimizerPerKey:
+    """Updates each value with its own optimizer.
+
+    Args:
+        make: A function that creates an optimizer for a list of parameters, such as the classes of torch and
+            lockstep.
+        rescale_grad: The factor that sums are multiplied by first.
+
+    Attributes:
+        optimizers: The optimizers by key.
+    """
+
+    def __init__(self, make: OptimizerFactory, rescale_grad: float) -> None:
+        self._make = make
+        self._rescale_grad = rescale_grad
+        self.optimizers: dict[Key, Optimizer] = {}
+
+    def add(self, key: Key, value: Tensor) -> None:
+        """Add a key, whose value becomes the only parameter of its optimizer."""
+        # The parameter shares the memory of the value, so that a step changes the value.
+        self.optimizers[key] = self._make([nn.Parameter(value)])
+
+    def __call__(self, key: Key, summed: Tensor, value: Tensor) -> None:
+        """Apply a step with the sum as gradient; the sum is changed in place."""
+        del value  # the parameter shares its memory
+        optimizer = self.optimizers[key]
+        ((parameter,),) = (group["params"] for group in optimizer.param_groups)
+        parameter.grad = summed.mul_(self._rescale_grad)
+        optimizer.step()
+        # The sum would otherwise stay in memory until the next push.
+        parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer."""
+        return {str(key): each.state_dict() for key, each in self.optimizers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load saved states of the same keys.
+
+        Raises:
+            StateError: If keys are missing or unknown.
+        """
+        check_keys(state, map(str, self.optimizers), of="a KVStore's optimizers")
+        for key, each in self.optimizers.items():
+            each.load_state_dict(state[str(key)])
+
+
+@dataclass(eq=False)
+class TwoBitCompression:
+    """Compress a gradient to the elements beyond a threshold, each sent as plus or minus the threshold.
+
+    With gradient g, residual r, threshold t and the sent value s, elementwise::
+
+        r ← r + g
+        s = t where r ≥ t, -t where r ≤ -t, else 0
+        r ← r - s
+
+    Args:
+        threshold: The threshold t, above 0.
+
+    Attributes:
+        residuals: The residual r of each sender, zeros before its first gradient.
+
+    Raises:
+        ValueError: If the threshold is out of range.
+
+    References: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech
+    2015, for the threshold and the residual.
+
+    >>> compression = TwoBitCompression(0.5)
+    >>> [compression.compress("w", torch.tensor([0.3])).item() for _ in range(4)]
+    [0.0, 0.5, 0.0, 0.5]
+    """
+
+    threshold: float = 0.5
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"`threshold` must be finite and above 0, got {self.threshold}.")
+
+    def compress(self, sender: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the values that the receiver gets for a gradient, and keep the rest in the residual.
+
+        Args:
+            sender: The name of the sender, which has its own residual.
+            gradient: The gradient; left untouched.
+        """
+        residual = self.residuals.setdefault(sender, torch.zeros_like(gradient)).add_(gradient)
+        above, below = residual >= self.threshold, residual <= -self.threshold
+        sent = (above.to(residual.dtype) - below.to(residual.dtype)) * self.threshold
+        residual.sub_(sent)
+        return sent
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the residuals."""
+        return {sender: residual.clone() for sender, residual in self.residuals.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load saved residuals, of any senders: a residual is created when its sender sends first."""
+        self.residuals = {sender: residual.clone() for sender, residual in state.items()}
+
 
 SINGLE_PROCESS_STORES: Final = ("local", "device", "nccl")
 """The stores of one process. (In MXNet the first sums on the CPU, the others on a device.)"""

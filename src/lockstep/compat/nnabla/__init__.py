@@ -9,8 +9,7 @@ References: nnabla 1.35.1, ``nnabla.experimental.mixed_precision_training`` and 
 their meaning. The arithmetic is that of the core.
 """
 
-from lockstep.compat.nnabla.lamb import LAMB as LAMB, lamb_step as lamb_step
-from lockstep.compat.nnabla.sgdw import SGDW as SGDW
+from lockstep.compat.nnabla.solvers import LAMB as LAMB, SGDW as SGDW, lamb_step as lamb_step
 from lockstep.compat.nnabla.updater import (
     AllReduce as AllReduce,
     DynamicLossScalingUpdater as DynamicLossScalingUpdater,

@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
-from lockstep.compat.nnabla.lamb import LAMB
-from lockstep.compat.nnabla.sgdw import SGDW
+from lockstep.compat.nnabla.solvers import LAMB, SGDW
 from lockstep.optim import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias, cast, final
 
-from lockstep.data.parts.index import indexed
-from lockstep.data.parts.part import Part
-from lockstep.integers import check_integer
+from lockstep.data.parts.part import IndexedPart, indexed
 
 _CHUNK: Final = 2**20
 """The number of bytes that are searched for lines at once."""
@@ -41,8 +40,45 @@ def read_range(open_file: OpenFile, path: str, begin: int, end: int) -> bytes:
     return content
 
 
+class IndexedFile(IndexedPart):
+    """The base class of files that are read once to find their samples.
+
+    Args:
+        path: The path of the file.
+        block: The number of samples that are read at once, at least 1.
+        index: The path of the index, or None.
+        open_file: A function that opens the file by its path.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], block: int, index: str | os.PathLike[str] | None, open_file: OpenFile
+    ) -> None:
+        super().__init__(os.fspath(path), block, index)
+        self.path = os.fspath(path)
+        self.open_file = open_file
+
+    @cached_property
+    def _index(self) -> dict[str, Any]:
+        """The number of samples, and the positions in bytes at which blocks begin and the last one ends."""
+        with self.open_file(self.path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            key = {f"{self.counted} of": Path(self.path).name, "bytes": size, "block": self.block}
+            found: dict[str, Any] = indexed(self.index, key, lambda: self._find(file))
+        return found
+
+    @abstractmethod
+    def _find(self, file: BinaryIO) -> dict[str, Any]:
+        """Return what the index holds of a file that is open at its beginning."""
+
+    def _content(self, block: int) -> bytes:
+        """Read the bytes of a block."""
+        begin, end = self._index["offsets"][block : block + 2]
+        return read_range(self.open_file, self.path, begin, end)
+
+
 @final
-class TextLines(Part):
+class TextLines(IndexedFile):
     r"""The lines of a text file, such as JSON lines, without the characters that end them.
 
     The file is read once to find the lines. Where blocks begin is kept in the index, so that later runs seek.
@@ -58,6 +94,8 @@ class TextLines(Part):
         StateError: When lines are read, if the index is that of another file.
     """
 
+    counted = "lines"
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -67,54 +105,25 @@ class TextLines(Part):
         encoding: str = "utf-8",
         open_file: OpenFile = open_local,
     ) -> None:
-        check_integer("block", block, minimum=1)
-        self.path = os.fspath(path)
-        self.block = block
-        self.index = index
+        super().__init__(path, block, index, open_file)
         self.encoding = encoding
-        self.open_file = open_file
-
-    @property
-    def name(self) -> str:
-        """The path of the file."""
-        return self.path
-
-    @cached_property
-    def _index(self) -> dict[str, Any]:
-        """The number of lines, and the positions in bytes at which blocks begin and the last one ends."""
-        with self.open_file(self.path) as file:
-            size = file.seek(0, os.SEEK_END)
-            key = {"lines of": Path(self.path).name, "bytes": size, "block": self.block}
-            found: dict[str, Any] = indexed(self.index, key, lambda: _find_lines(file, self.block))
-        return found
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """The number of lines of each block."""
-        starts = range(0, self._index["lines"], self.block)
-        return [min(self.block, self._index["lines"] - start) for start in starts]
 
     def read(self, block: int) -> Sequence[str]:
         """Read a block of lines."""
-        begin, end = self._index["offsets"][block : block + 2]
-        content = read_range(self.open_file, self.path, begin, end)
-        return _Lines(content.removesuffix(b"\n").split(b"\n"), self.encoding)
+        return _Lines(self._content(block).removesuffix(b"\n").split(b"\n"), self.encoding)
 
-
-def _find_lines(file: BinaryIO, block: int) -> dict[str, Any]:
-    """Return the number of lines of a file, and the positions at which blocks begin and the last one ends."""
-    file.seek(0)
-    offsets, position, lines, last = [0], 0, 0, b""
-    while chunk := file.read(_CHUNK):
-        for newline in _NEWLINE.finditer(chunk):
+    def _find(self, file: BinaryIO) -> dict[str, Any]:
+        offsets, position, lines, last = [0], 0, 0, b""
+        while chunk := file.read(_CHUNK):
+            for newline in _NEWLINE.finditer(chunk):
+                lines += 1
+                if lines % self.block == 0:
+                    offsets.append(position + newline.end())
+            position += len(chunk)
+            last = chunk[-1:]
+        if last not in b"\n":
             lines += 1
-            if lines % block == 0:
-                offsets.append(position + newline.end())
-        position += len(chunk)
-        last = chunk[-1:]
-    if last not in b"\n":
-        lines += 1
-    return {"lines": lines, "offsets": offsets if offsets[-1] == position else [*offsets, position]}
+        return {"lines": lines, "offsets": offsets if offsets[-1] == position else [*offsets, position]}
 
 
 @final

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.errors import StateError
+from lockstep.integers import check_integer
 
 
 class Part(ABC):
@@ -43,3 +50,78 @@ class Part(ABC):
         Returns:
             The samples of the block, as many as `lengths` says.
         """
+
+
+class IndexedPart(Part):
+    """The base class of parts that are read once to count their samples and to find where blocks begin.
+
+    Args:
+        name: The name of the part in errors.
+        block: The number of samples that are read at once, at least 1.
+        index: The path of the index; it is written if it does not exist. None to count in every process.
+    """
+
+    counted: ClassVar[str] = "samples"
+    """What the samples are called in the index."""
+
+    def __init__(self, name: str, block: int, index: str | os.PathLike[str] | None) -> None:
+        check_integer("block", block, minimum=1)
+        self._name = name
+        self.block = block
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """The name of the part, which for a file is its path."""
+        return self._name
+
+    @property
+    @abstractmethod
+    def _index(self) -> dict[str, Any]:
+        """What the index holds: the number of samples under `counted`, and what `read` needs."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of samples of each block."""
+        starts = range(0, self._index[self.counted], self.block)
+        return [min(self.block, self._index[self.counted] - start) for start in starts]
+
+
+def indexed(path: str | os.PathLike[str] | None, key: Mapping[str, Any], count: Callable[[], Any]) -> Any:
+    """Return what is in an index file; count it and write the file if there is none.
+
+    Args:
+        path: The path of the index file; None to count whenever this is called.
+        key: What the contents depend on, such as the size of the file that is indexed, as JSON values.
+        count: A function that returns the contents, as JSON values.
+
+    Raises:
+        StateError: If the file holds the index of something else, or no index.
+    """
+    if path is None:
+        return count()
+    path = Path(path)
+    key = json.loads(json.dumps(key))
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        found = json.loads(json.dumps(count()))
+        _write(path, json.dumps({"key": key, "index": found}))
+        return found
+    try:
+        saved = json.loads(text)
+        own, index = saved["key"], saved["index"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise StateError(f"`index` must be the path of an index, got {path}, which holds something else.") from error
+    if own != key:
+        raise StateError(f"`index` must be the index of {key}, got {path}, the index of {own}. Delete it.")
+    return index
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that other processes find all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    Path(name).replace(path)

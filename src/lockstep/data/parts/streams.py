@@ -11,17 +11,15 @@ from typing import Any, Final, final
 
 from torch.utils.data._utils import worker as worker_module
 
-from lockstep.data.parts.index import indexed
-from lockstep.data.parts.part import Part
+from lockstep.data.parts.part import IndexedPart, indexed
 from lockstep.data.source import Resumable
-from lockstep.integers import check_integer
 
 _MOST_OPEN: Final = 16
 """The number of positions at which an iterable is kept open."""
 
 
 @final
-class StreamPart(Part):
+class StreamPart(IndexedPart):
     """The samples of an iterable, such as an `IterableDataset` or a shard of a streamed Hugging Face dataset.
 
     The iterable must yield all its samples in every process: not those of a rank. Samples that it would distribute to
@@ -52,29 +50,15 @@ class StreamPart(Part):
         block: int = 256,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_integer("block", block, minimum=1)
+        super().__init__(name, block, index)
         self.open_iterable = open_iterable
-        self._name = name
-        self.block = block
-        self.index = index
         self._open = _OpenIterators()
-
-    @property
-    def name(self) -> str:
-        """The name of the part."""
-        return self._name
 
     @cached_property
     def _index(self) -> dict[str, Any]:
         """The number of samples, and the state at the start of each block, None if there are no states."""
         found: dict[str, Any] = indexed(self.index, {"samples of": self._name, "block": self.block}, self._count)
         return found
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """The number of samples of each block."""
-        starts = range(0, self._index["samples"], self.block)
-        return [min(self.block, self._index["samples"] - start) for start in starts]
 
     def _count(self) -> dict[str, Any]:
         """Read the iterable to its end."""

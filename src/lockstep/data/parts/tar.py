@@ -6,19 +6,14 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from lockstep.data.parts.files import OpenFile, open_local, read_range
-from lockstep.data.parts.index import indexed
-from lockstep.data.parts.part import Part
-from lockstep.integers import check_integer
+from lockstep.data.parts.files import IndexedFile, OpenFile, open_local
 
 
 @final
-class TarSamples(Part):
+class TarSamples(IndexedFile):
     """The samples of a tar archive in the format of webdataset, as dicts of bytes.
 
     Neighbouring files whose names are equal up to the first dot are a sample. Its entries are named by the rest of the
@@ -48,36 +43,11 @@ class TarSamples(Part):
         index: str | os.PathLike[str] | None = None,
         open_file: OpenFile = open_local,
     ) -> None:
-        check_integer("block", block, minimum=1)
-        self.path = os.fspath(path)
-        self.block = block
-        self.index = index
-        self.open_file = open_file
-
-    @property
-    def name(self) -> str:
-        """The path of the archive."""
-        return self.path
-
-    @cached_property
-    def _index(self) -> dict[str, Any]:
-        """The number of samples, and the positions in bytes at which blocks begin and the last one ends."""
-        with self.open_file(self.path) as file:
-            size = file.seek(0, os.SEEK_END)
-            key = {"samples of": Path(self.path).name, "bytes": size, "block": self.block}
-            found: dict[str, Any] = indexed(self.index, key, lambda: _find_samples(file, self.block))
-        return found
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """The number of samples of each block."""
-        starts = range(0, self._index["samples"], self.block)
-        return [min(self.block, self._index["samples"] - start) for start in starts]
+        super().__init__(path, block, index, open_file)
 
     def read(self, block: int) -> Sequence[dict[str, Any]]:
         """Read a block of samples."""
-        begin, end = self._index["offsets"][block : block + 2]
-        content = io.BytesIO(read_range(self.open_file, self.path, begin, end))
+        content = io.BytesIO(self._content(block))
         samples = []
         # An archive may end without the zeros that mark its end.
         with tarfile.open(fileobj=content, mode="r:") as archive:
@@ -85,6 +55,11 @@ class TarSamples(Part):
                 entries = {entry: _content(archive, member) for entry, member in members}
                 samples.append({"__key__": key, **entries})
         return samples
+
+    def _find(self, file: BinaryIO) -> dict[str, Any]:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            starts = [members[0][1].offset for _, members in _samples(archive)]
+            return {"samples": len(starts), "offsets": [*starts[:: self.block], archive.offset]}
 
 
 def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, list[tuple[str, tarfile.TarInfo]]]]:
@@ -110,11 +85,3 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if len(content) != member.size:
         raise EOFError(f"{member.name} has {len(content)} instead of {member.size} bytes.")
     return content
-
-
-def _find_samples(file: BinaryIO, block: int) -> dict[str, Any]:
-    """Return the number of samples of an archive, and the positions at which blocks begin and the last one ends."""
-    file.seek(0)
-    with tarfile.open(fileobj=file, mode="r:") as archive:
-        starts = [members[0][1].offset for _, members in _samples(archive)]
-        return {"samples": len(starts), "offsets": [*starts[::block], archive.offset]}

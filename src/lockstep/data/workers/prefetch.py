@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.sample_streams import StreamedDataset
-from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples
+from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples, StreamedDataset
 from lockstep.data.workers.watch import watched
 from lockstep.stopping import STOP, shield_worker
 

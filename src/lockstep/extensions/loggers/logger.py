@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import json
 import math
 from abc import abstractmethod
@@ -17,6 +19,31 @@ from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
+
+
+def check_installed(package: str, *, extra: str, user: str) -> None:
+    """Check that a package is installed, without importing it.
+
+    Args:
+        package: The name of the package.
+        extra: The extra of lockstep that installs it.
+        user: The name of the class that requires it.
+
+    Raises:
+        ImportError: If the package is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{user} requires {package}. Install it: pip install 'lockstep-torch[{extra}]'.")
+
+
+def import_optional(module: str) -> Any:
+    """Import a module of an optional package, whose types are not known here.
+
+    Args:
+        module: The full name of the module.
+    """
+    return importlib.import_module(module)
+
 
 EPOCH: Final = "epoch"
 """The name of the value that every entry contains, the number of epochs including the fraction of the current one."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.extensions.loggers.logger import EPOCH, Logger
-from lockstep.extensions.loggers.optional import check_installed, import_optional
+from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed, import_optional
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.extensions.loggers.logger import Logger
-from lockstep.extensions.loggers.optional import check_installed, import_optional
+from lockstep.extensions.loggers.logger import Logger, check_installed, import_optional
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 

@@ -1,12 +1,15 @@
-"""Check that a saved state was written by an optimizer of the same kind and groups."""
+"""Check a saved state before it is loaded: its kind, its groups, and what load hooks make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.errors import StateError
 from lockstep.optim.hooked.options import option_names, unknown_options
@@ -81,3 +84,36 @@ def _check_parameter_state(subject: str, state: Mapping[str, Any], keys: frozens
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:
             raise StateError(f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}.")
+
+
+def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the hooks of `register_load_state_dict_pre_hook` on a saved state, as torch does when it loads one.
+
+    Args:
+        optimizer: The optimizer whose hooks are run.
+        saved: The saved state; the hooks get a shallow copy.
+
+    Returns:
+        The state to load.
+    """
+    state = dict(saved)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():  # noqa: SLF001 - torch calls them as it loads
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+@contextmanager
+def without_pre_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Suspend the hooks of `register_load_state_dict_pre_hook` while a state is loaded that they have seen.
+
+    Args:
+        optimizer: The optimizer whose hooks are suspended.
+    """
+    # A hook that converts an old state would convert the new one a second time.
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks  # noqa: SLF001 - torch offers no way around them
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks  # noqa: SLF001

@@ -4,11 +4,12 @@ Each hook works with lockstep's optimizers, ``optimizer.add_hook(hook)``, and wi
 ``optimizer.register_step_pre_hook(hook)``.
 """
 
-from lockstep.optim.hooks.clipping import (
+from lockstep.optim.hooks.gradient_hooks import (
     GradientClipping as GradientClipping,
     GradientHardClipping as GradientHardClipping,
+    GradientHook as GradientHook,
+    GradientLARS as GradientLARS,
+    GradientNoise as GradientNoise,
+    Lasso as Lasso,
+    WeightDecay as WeightDecay,
 )
-from lockstep.optim.hooks.decay import Lasso as Lasso, WeightDecay as WeightDecay
-from lockstep.optim.hooks.gradient_hook import GradientHook as GradientHook
-from lockstep.optim.hooks.gradient_lars import GradientLARS as GradientLARS
-from lockstep.optim.hooks.gradient_noise import GradientNoise as GradientNoise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -17,38 +17,9 @@ from lockstep.replicas.batch import (
     number_positions,
     read_inputs,
 )
+from lockstep.replicas.binding import BoundInputs
 
 PATH_OF: Final = itemgetter(0)
-
-
-class ExpectedInputs(Protocol):
-    """The names and shapes that were fixed for the inputs of a call."""
-
-    @property
-    def data(self) -> Mapping[str, object]:
-        """The inputs that may have a gradient, by path."""
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all inputs, with data before labels."""
-
-    @property
-    def arguments(self) -> list[str]:
-        """The names of the positional arguments of a call."""
-
-    @property
-    def label_arguments(self) -> list[str]:
-        """The names of the positional arguments that are labels."""
-
-    def check(self, found: Iterable[tuple[str, torch.Tensor]], /) -> None:
-        """Check that no input is missing, unknown, or of another shape.
-
-        Args:
-            found: The inputs of a call with their paths.
-
-        Raises:
-            ValueError: If one is.
-        """
 
 
 class Signature:
@@ -63,7 +34,7 @@ class Signature:
         self._names = arguments
         self._batch_dim = batch_dim
 
-    def read_batch(self, batch: Any, modes: InputModes, expected: ExpectedInputs | None) -> Inputs:
+    def read_batch(self, batch: Any, modes: InputModes, expected: BoundInputs | None) -> Inputs:
         """Read the batch of a forward.
 
         Args:
@@ -95,7 +66,7 @@ class Signature:
 
         return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
-    def read_labels(self, labels: Any, num_samples: int, expected: ExpectedInputs | None) -> Inputs:
+    def read_labels(self, labels: Any, num_samples: int, expected: BoundInputs | None) -> Inputs:
         """Read labels along the dimensions of the bound labels, or else along the first dimension.
 
         Args:

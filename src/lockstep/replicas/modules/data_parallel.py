@@ -2,28 +2,223 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
 from lockstep.elsewhere import DATA_PARALLEL, names_ours
+from lockstep.errors import OrderError
 from lockstep.integers import check_integer
-from lockstep.replicas.batch import BatchDim, DimNest, Inputs, check_dims, named_inputs, read_inputs
+from lockstep.replicas.batch import (
+    BatchDim,
+    DimNest,
+    InputGradients,
+    Inputs,
+    check_dims,
+    dims_by_path,
+    named_inputs,
+    number_positions,
+    positional_names,
+    read_inputs,
+)
 from lockstep.replicas.buffers import BufferRules, check_rules, trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
-from lockstep.replicas.modules.input_dims import input_dims, names_of_arguments
-from lockstep.replicas.modules.merged_output import BackwardBridge
 from lockstep.replicas.modules.nccl import BroadcastingSet
 from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
-from lockstep.replicas.passes import ForwardBackward
+from lockstep.replicas.passes import Forward, ForwardBackward
 from lockstep.replicas.pool import CHECKPOINT, Devices, ReplicaSet, Timeout, identity, module_of_hooks, parse_device
+from lockstep.tree import Tensors
+
+PATH_START: Final = re.compile(r"[^\[.]*")
+"""The name of the argument with which a path starts."""
+
+
+def input_dims(
+    dim: DimNest, forward: Callable[..., Any], found: Sequence[tuple[str, torch.Tensor]], arguments: Sequence[str]
+) -> BatchDim:
+    """Return the dimension along which each input of a call is split, or None for an input that is given whole.
+
+    A tensor without dimensions, or without elements along its dimension, is given whole.
+
+    Args:
+        dim: The dimension for all inputs, or one for each, as passed to `DataParallel`.
+        forward: The forward method of the module.
+        found: The inputs of the call with their paths.
+        arguments: The names of the arguments that are passed.
+
+    Raises:
+        ValueError: If `dim` does not fit the inputs, or splits none of them.
+    """
+    if isinstance(dim, int):
+        if all(_has_samples(tensor, dim) for _, tensor in found):
+            return dim
+        dims: list[int | None] = [dim] * len(found)
+    else:
+        paths = [path for path, _ in found]
+        dims = dims_by_path(_dims_of_call(dim, forward, paths, arguments), paths, "dim")
+    if found and all(each is None for each in dims):
+        raise ValueError(f"`dim` must name the dimension that counts samples for at least one input, got {dim!r}.")
+    split = [
+        each if each is None or _has_samples(tensor, each) else None
+        for (_, tensor), each in zip(found, dims, strict=True)
+    ]
+    # Without any input to split, the dimensions are kept, so that the error names them.
+    chosen = dims if all(each is None for each in split) else split
+    return {path: each for (path, _), each in zip(found, chosen, strict=True)}
+
+
+@lru_cache(maxsize=64)
+def names_of_arguments(forward: Callable[..., Any], num_args: int) -> list[str]:
+    """Return the names of the positional arguments of a call. They are cached, because reading a signature is slow.
+
+    Args:
+        forward: The forward method of a module, with ``self``.
+        num_args: The number of positional arguments, without ``self``.
+    """
+    return number_positions(positional_names(forward)[1:], num_args)
+
+
+def _dims_of_call(
+    dim: DimNest, forward: Callable[..., Any], paths: Sequence[str], arguments: Sequence[str]
+) -> BatchDim:
+    """Return dimensions by name, without those of arguments that the call leaves out or passes without a tensor.
+
+    Raises:
+        ValueError: If `dim` is a tuple or list without an entry for an argument.
+    """
+    if dim is None or isinstance(dim, int):
+        return dim
+    if not isinstance(dim, Mapping):
+        by_name = dict(zip(names_of_arguments(forward, len(dim)), dim, strict=True))
+        for name in arguments:
+            if name not in by_name:
+                raise ValueError(f"`dim` must have an entry for each argument, got {dim!r} without one for `{name}`.")
+        dim = by_name
+    passed, accepted = {PATH_START.match(path)[0] for path in paths}, _accepted_names(forward)  # type: ignore[index]  # it matches any text
+    roots = {name: PATH_START.match(name)[0] for name in dim}  # type: ignore[index]  # as above
+    return {name: dim[name] for name, root in roots.items() if root in passed or root not in accepted}
+
+
+@lru_cache(maxsize=64)
+def _accepted_names(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of all arguments of a function; none if it has no signature."""
+    try:
+        return frozenset(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def _has_samples(tensor: torch.Tensor, dim: int) -> bool:
+    """Return whether a tensor is to be split or rejected, and not given whole to every shard."""
+    inside = -tensor.dim() <= dim < tensor.dim()
+    return tensor.shape[dim] > 0 if inside else tensor.dim() > 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBridge:
+    """The connection between a merged output and the shards that computed it.
+
+    Attributes:
+        passes: The object that runs backward.
+        forward: The forward that was run.
+        parameters: The parameters and buffers of the model that require a gradient, in the order of those of the
+            forward.
+        device: The device of the merged output.
+        flat: The flattened parameters whose gradients are kept end to end, or None.
+    """
+
+    passes: ForwardBackward
+    forward: Forward
+    parameters: list[torch.Tensor]
+    device: torch.device
+    flat: FlattenedParameters | None
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Return the merged outputs, which are differentiable with respect to inputs and parameters."""
+        merged: tuple[torch.Tensor, ...] = MergedOutput.apply(  # type: ignore[no-untyped-call]  # torch's gap
+            self, *self.forward.inputs.tensors, *self.parameters
+        )
+        return list(merged)
+
+    def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
+        """Run backward, and return the gradient of every input followed by that of every parameter.
+
+        Args:
+            output_grads: The gradient of each merged output, or None.
+            retain_graph: Whether backward can be run again.
+        """
+        if self.flat is not None:
+            self.flat.gather_gradients()
+        backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
+        # `backward` is not used again, so its sums can be added to in place.
+        totals = backward.total(keep=False) or [None] * len(self.parameters)
+        inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.input_gradients)
+        return inputs.merged() + [
+            gradient
+            if gradient is None or (gradient.dtype == parameter.dtype and gradient.device == parameter.device)
+            else gradient.to(parameter)
+            for gradient, parameter in zip(totals, self.parameters, strict=True)
+        ]
+
+
+class MergedOutput(torch.autograd.Function):
+    """A function of all inputs and parameters, whose value exists already and whose backward runs on the replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, bridge: BackwardBridge, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the merged outputs.
+
+        Args:
+            ctx: The context of autograd.
+            bridge: The connection to the shards.
+            *tensors: The inputs and parameters, which autograd records as the arguments of this function.
+        """
+        del tensors
+        ctx.bridge = bridge
+        # None means that no gradient flows back, which zeros would not say.
+        ctx.set_materialize_grads(False)
+        merged = bridge.forward.outputs.merged(bridge.device)
+        shards = [each.tensors for each in bridge.forward.outputs.results]
+        differentiable = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
+        ctx.mark_non_differentiable(*[out for out, yes in zip(merged, differentiable, strict=True) if not yes])
+        return tuple(merged)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run backward on the replicas.
+
+        Args:
+            ctx: The context of autograd.
+            *output_grads: The gradient of each output, or None.
+
+        Raises:
+            OrderError: If the gradient itself is to be differentiated, or the graph has been freed.
+        """
+        if torch.is_grad_enabled():
+            raise OrderError(
+                "The backward of a DataParallel must run without create_graph, because its gradients, computed by "
+                "several threads, have no graph. Create it with parallel_backward=False to differentiate them."
+            )
+        if ctx.bridge is None:
+            raise OrderError(
+                "A second backward must follow one with retain_graph=True. The graphs of this output have been freed."
+            )
+        bridge: BackwardBridge = ctx.bridge
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001 - no other way to know
+        if not keep:
+            # As torch does for its own nodes, so that the memory is free before the next forward.
+            ctx.bridge = None
+        return None, *bridge.gradients(output_grads, retain_graph=keep)
 
 
 class ThreadPreparation(threading.local):

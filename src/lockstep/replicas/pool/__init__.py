@@ -7,8 +7,8 @@ from lockstep.replicas.pool.copies import (
     copy_model as copy_model,
     held_tensors as held_tensors,
     hidden_parameters as hidden_parameters,
+    refuse_wrapped as refuse_wrapped,
 )
-from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams
 from lockstep.replicas.pool.deterministic import (
     CUBLAS_VALUES as CUBLAS_VALUES,
     cure_of as cure_of,
@@ -17,6 +17,7 @@ from lockstep.replicas.pool.deterministic import (
 from lockstep.replicas.pool.devices import (
     NO_MODULE as NO_MODULE,
     NULL_CONTEXT as NULL_CONTEXT,
+    CopyStreams as CopyStreams,
     Devices as Devices,
     device_context as device_context,
     parse_device as parse_device,
@@ -37,4 +38,3 @@ from lockstep.replicas.pool.settings import (
     module_of_hooks as module_of_hooks,
 )
 from lockstep.replicas.pool.worker import Timeout as Timeout
-from lockstep.replicas.pool.wrapped import refuse_wrapped as refuse_wrapped

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,21 +18,82 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters, refuse_wrapped
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
-from lockstep.replicas.pool.forward_mode import serialize_forward_mode
-from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.settings import (
     REFUSING_CACHE,
     ComputeMode,
     InheritedSettings,
     ThreadSettings,
+    serialize_forward_mode,
     warn_of_kept,
 )
 from lockstep.replicas.pool.worker import Timeout, Worker, keep_freed_memory, seconds_of
-from lockstep.replicas.pool.wrapped import refuse_wrapped
+
+Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
+"""The address, dtype, shape and strides of a tensor."""
+
+
+class ParameterCopier:
+    """A copier of the parameters of a model to the replicas that do not share their memory.
+
+    Whether a parameter has changed cannot be found out without reading it: a fused optimizer, a write to
+    ``parameter.data`` and a custom operator do not increment its version counter. All values are therefore copied every
+    time. The version counters of the copies change only if those of the model have changed. A copy of values that are
+    already there must not invalidate the graph of an earlier forward, and a write that autograd would reject for the
+    model must be rejected for its replicas too.
+
+    Args:
+        parameters: The parameters of the model.
+        replicas: For each replica the copies of these parameters, in the same order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._pairs = [
+            (copied, parameter)
+            for replica in replicas
+            for copied, parameter in zip(replica, parameters, strict=True)
+            # By address: whether a replica shares memory is decided when it is created.
+            if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
+        ]
+        self.has_copies = bool(self._pairs)
+        """Whether there is a replica with memory of its own."""
+        self._layouts = self._current_layouts()
+        self._versions = self._current_versions()
+
+    def fits(self) -> bool:
+        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
+        return self._current_layouts() == self._layouts
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy all values."""
+        if self._pairs:
+            copies, originals = zip(*self._pairs, strict=True)
+            # Unlike `detach`, `data` has a version counter of its own, so those of the copies do not change.
+            torch._foreach_copy_([copied.data for copied in copies], originals)
+            self.count_writes()
+
+    def count_writes(self) -> None:
+        """Increment the version counters of the copies whose originals have been written to."""
+        versions = self._current_versions()
+        if versions != self._versions:
+            torch.autograd.graph.increment_version(
+                [
+                    copied
+                    for (copied, _), before, now in zip(self._pairs, self._versions, versions, strict=True)
+                    if before != now
+                ]
+            )
+            self._versions = versions
+
+    def _current_layouts(self) -> list[Layout]:
+        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for _, each in self._pairs]
+
+    def _current_versions(self) -> list[int]:
+        return [original._version for _, original in self._pairs]
 
 
 class ReplicaSet:

@@ -8,18 +8,57 @@ see. They are not applied in other threads; all work stays in the calling thread
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.forward_mode import LEVELS
+
+LEVELS: Final = threading.RLock()
+"""Held by the thread that is inside of a level."""
+
+
+def serialize_forward_mode() -> None:
+    """Serialize levels of forward-mode differentiation: threads wait for each other, in the whole process from now on.
+
+    Calling this again has no effect. Levels may still be nested within a thread, as far as torch supports it.
+    """
+    with LEVELS:
+        # `jvp` counts how deep it is nested in a variable of its own, before it enters a level.
+        for module, name in ((forward_ad, "dual_level"), (eager_transforms, "jvp_nesting")):
+            enter, leave = getattr(module, f"enter_{name}"), getattr(module, f"exit_{name}")
+            if not isinstance(enter, partial):
+                setattr(module, f"enter_{name}", partial(_enter, enter))
+                setattr(module, f"exit_{name}", partial(_exit, leave))
+
+
+def _enter(enter: Callable[[], int]) -> int:
+    LEVELS.acquire()
+    try:
+        return enter()
+    except BaseException:
+        LEVELS.release()
+        raise
+
+
+def _exit(leave: Callable[..., None], **level: Any) -> None:
+    try:
+        leave(**level)
+    finally:
+        # It is not owned if the level was entered before the first call of `serialize_forward_mode`.
+        if LEVELS._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+            LEVELS.release()
+
 
 CHECKPOINT: Final = "torch.utils.checkpoint"
 

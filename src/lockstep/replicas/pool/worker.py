@@ -181,8 +181,8 @@ def keep_freed_memory() -> bool:
 
 
 @functools.cache
-def _renew_autograd_engine(process: int) -> None:
-    """Make autograd ready for several threads in a process that was forked.
+def _renew_autograd_engine(process: int) -> None:  # noqa: ARG001 - the key of the cache
+    """Prepare autograd for several threads in a process that was forked.
 
     After a fork torch destroys its engine and builds another one when an operation first asks for it, without a lock.
     Two threads that ask at the same time end the process (`PythonEngine::get_python_engine`,
@@ -191,7 +191,7 @@ def _renew_autograd_engine(process: int) -> None:
     Args:
         process: The ID of this process, for which this is done once.
     """
-    torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # noqa: SLF001 - there is no other way
 
 
 def _serve(mailbox: Mailbox) -> None:

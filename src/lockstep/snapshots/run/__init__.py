@@ -13,11 +13,12 @@ from lockstep.snapshots.run.digest_log import (
     Record as Record,
     read_digest_log as read_digest_log,
 )
-from lockstep.snapshots.run.loops import restore as restore, save as save
 from lockstep.snapshots.run.restoring import fitting as fitting
 from lockstep.snapshots.run.resuming import (
     Resumption as Resumption,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
     prepare as prepare,
+    restore as restore,
+    save as save,
 )

@@ -1,20 +1,22 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
-from lockstep.updaters.compute.clock import Clock as Clock, Times as Times
-from lockstep.updaters.compute.measured_speeds import MeasuredSpeeds as MeasuredSpeeds, workloads_of as workloads_of
+from lockstep.updaters.compute.clock import (
+    Clock as Clock,
+    MeasuredSpeeds as MeasuredSpeeds,
+    Times as Times,
+    workloads_of as workloads_of,
+)
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,
     without_gradients as without_gradients,
 )
-from lockstep.updaters.compute.shard_forwards import (
-    DeviceForwards as DeviceForwards,
-    ShardFunction as ShardFunction,
-    ShardResult as ShardResult,
-)
 from lockstep.updaters.compute.shard_gradients import (
+    DeviceForwards as DeviceForwards,
     DeviceGradientTask as DeviceGradientTask,
     GradientContext as GradientContext,
+    ShardFunction as ShardFunction,
+    ShardResult as ShardResult,
 )
 from lockstep.updaters.compute.shares import (
     RankShare as RankShare,

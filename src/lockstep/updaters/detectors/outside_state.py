@@ -16,9 +16,8 @@ from torch import nn
 
 from lockstep.errors import DeterminismWarning
 from lockstep.replicas import as_bits
-from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.detectors.references import attributes, listed, of_function
-from lockstep.updaters.loss import Supervised
+from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup import NamedLoss
 
 MOST_NAMES: Final = 3

@@ -21,8 +21,7 @@ from torch import nn
 
 from lockstep.communicators import Communicator, Difference, gather
 from lockstep.data import BatchIterator
-from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.loss import Supervised
+from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup import Recipe
 from lockstep.updaters.state import TrainingState, name_of
 

@@ -30,6 +30,9 @@ from lockstep.replicas import (
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_generators, stream_seed
 
+CACHE_LINE: Final = 64
+"""The number of bytes to which kernels align what they read."""
+
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
     "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. Leave out a "
@@ -358,7 +361,7 @@ class ShardData:
         """
 
         def original(tensor: torch.Tensor) -> torch.Tensor:
-            return self.copies[tensor][1].clone() if tensor in self.copies else tensor
+            return _copied_at(tensor, self.copies[tensor][1]) if tensor in self.copies else tensor
 
         return nest.map_tensors(original, self._device_shards[place][index][1])
 
@@ -479,6 +482,21 @@ class KeptBatches:
                 self.has_changes = True
                 if num_shards > 1:
                     data.check_whole()
+
+
+def _copied_at(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy that begins at the same place of a cache line as a tensor, because kernels may round by this.
+
+    Args:
+        tensor: The tensor.
+        values: What to copy: dense, of the same dtype and on the same device.
+    """
+    if type(tensor) is not torch.Tensor:
+        return values.clone()
+    size = values.element_size()
+    room = values.new_empty(values.numel() + CACHE_LINE // size)
+    start = (tensor.data_ptr() - room.data_ptr()) % CACHE_LINE // size
+    return room.as_strided(values.size(), values.stride(), start).copy_(values)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

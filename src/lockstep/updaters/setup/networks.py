@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.loss import Loss, LossFunction
+from lockstep.updaters.loss import BatchLoss, Loss, LossFunction
 from lockstep.updaters.setup.names import MAIN, by_name
 
 

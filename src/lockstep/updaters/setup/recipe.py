@@ -13,8 +13,7 @@ from torch.nn.modules.loss import _Loss
 from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
-from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.loss import LossFunction, supervised, takes
+from lockstep.updaters.loss import BatchLoss, LossFunction, supervised, takes
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
 

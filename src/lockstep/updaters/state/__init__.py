@@ -12,15 +12,13 @@ from lockstep.updaters.state.checkpoint import (
     load_state as load_state,
     state_of as state_of,
 )
-from lockstep.updaters.state.descriptions import (
-    code_text as code_text,
-    module_text as module_text,
-    name_of as name_of,
-)
 from lockstep.updaters.state.recipe_fields import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
     RecipeFields as RecipeFields,
+    code_text as code_text,
+    module_text as module_text,
+    name_of as name_of,
     recipe_fields as recipe_fields,
 )
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state

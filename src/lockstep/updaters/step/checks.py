@@ -21,9 +21,9 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
 from lockstep.updaters.attempt import Attempt
-from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
+from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense

@@ -13,9 +13,8 @@ import torch
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
-from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.gathering import GatheredBatch
-from lockstep.updaters.loss import LossFunction, is_summed
+from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, ShardData, look_up

@@ -1,0 +1,242 @@
+"""Fire at intervals, at given points, or once; and the short forms in which you can pass a trigger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, check_unit, num_completed, position, reached
+
+
+class Interval(Trigger):
+    """Fires whenever another period has been completed since the last call.
+
+    With position x, position x' at the last call and period p, it fires if ``floor(x / p) != floor(x' / p)``.
+    If several periods pass without a call, it fires once; and an epoch need not be a whole number of updates.
+
+    Args:
+        period: The period p, above 0: a whole number of iterations, or any number of epochs, samples or seconds.
+        unit: The unit of the period: ``"iteration"`` (or ``"update"``), ``"epoch"``, ``"sample"`` or ``"second"``.
+
+    Raises:
+        ValueError: If the period or the unit is out of range.
+
+    Determinism: with iterations and epochs, all processes fire at the same update; with seconds, each process
+    reads its own clock.
+    """
+
+    _saved = ("previous",)
+
+    def __init__(self, period: float, unit: Unit) -> None:
+        check_unit(unit)
+        if not period > 0:
+            raise ValueError(f"`period` must be above 0, got {period}.")
+        if unit in ("iteration", "update") and period != int(period):
+            raise ValueError(f"`period` must be a whole number of iterations, got {period}.")
+        self.period = period
+        self.unit: Unit = unit
+        self._previous: float | None = None
+
+    def __repr__(self) -> str:
+        return repr((self.period, self.unit))
+
+    def __call__(self, progress: Progress) -> bool:
+        """Return whether a period was completed since the last call."""
+        current, previous = position(progress, self.unit), self._previous or 0
+        self._previous = current
+        return num_completed(current, self.period) != num_completed(previous, self.period)
+
+    def initialize(self, progress: Progress) -> None:
+        """Count periods from the current position, unless the trigger was called before."""
+        if self._previous is None:
+            self._previous = position(progress, self.unit)
+
+    @property
+    def limit(self) -> tuple[float, Unit]:
+        """The end of the first period."""
+        return self.period, self.unit
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether a period is completed."""
+        return num_completed(position(progress, self.unit), self.period) > 0
+
+
+class ManualSchedule(Trigger):
+    """Fires if at least one of its points has been passed since the last call.
+
+    A point counts as passed when the position of a run equals it.
+
+    Args:
+        points: One point or a sequence of points in any order, each above 0.
+        unit: The unit of the points: ``"iteration"`` (or ``"update"``), ``"epoch"``, ``"sample"`` or ``"second"``.
+
+    Raises:
+        ValueError: If there is no point, one is out of range, or the unit is unknown.
+    """
+
+    _saved = ("previous",)
+
+    def __init__(self, points: float | Sequence[float], unit: Unit) -> None:
+        check_unit(unit)
+        several = points if isinstance(points, Sequence) else [points]
+        if not several or not all(point > 0 for point in several):
+            raise ValueError(f"`points` must be one or more numbers above 0, got {points}.")
+        self.points = tuple(sorted(several))
+        self.unit: Unit = unit
+        self._previous: float | None = None
+
+    def __call__(self, progress: Progress) -> bool:
+        """Return whether a point was passed since the last call."""
+        current, previous = position(progress, self.unit), self._previous or 0
+        self._previous = current
+        return any(reached(current, point) and not reached(previous, point) for point in self.points)
+
+    def initialize(self, progress: Progress) -> None:
+        """Skip the points before the current position, unless the trigger was called before."""
+        if self._previous is None:
+            self._previous = position(progress, self.unit)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether a point has been passed."""
+        return reached(position(progress, self.unit), self.points[0])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last point has been passed."""
+        return reached(self._previous or 0, self.points[-1])
+
+
+class Time(Trigger):
+    """Fires at a call that is later than its due time, and then adds one period to the due time.
+
+    After a long pause it therefore fires at several calls in a row until the due time has caught up;
+    ``Interval(seconds, "second")`` fires only once.
+
+    Args:
+        seconds: The period in seconds, above 0.
+
+    Raises:
+        ValueError: If the period is not above 0.
+
+    Determinism: none; it reads the clock of this process.
+    """
+
+    _saved = ("next",)
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"`seconds` must be above 0, got {seconds}.")
+        self.seconds = seconds
+        self._next = seconds
+
+    def __call__(self, progress: Progress) -> bool:
+        """Return whether the due time has passed."""
+        if progress.elapsed_time <= self._next:
+            return False
+        # From the due time and not from now, or the delay of each call would add up.
+        self._next += self.seconds
+        return True
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether the first period has passed."""
+        return progress.elapsed_time > self.seconds
+
+
+class Once(Trigger):
+    """Fires at its first call.
+
+    Args:
+        call_on_resume: Whether it also fires at the first call after a saved state was loaded.
+    """
+
+    _saved = ("fired",)
+
+    def __init__(self, *, call_on_resume: bool = False) -> None:
+        self.call_on_resume = call_on_resume
+        self._fired = False
+
+    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - independent of the progress
+        """Return whether this is the first call."""
+        first, self._fired = not self._fired, True
+        return first
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has fired."""
+        return self._fired
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state; with ``call_on_resume``, the trigger can fire again."""
+        super().load_state_dict(state)
+        self._fired = self._fired and not self.call_on_resume
+
+
+TriggerSpec: TypeAlias = Trigger | tuple[float, Unit] | Callable[[Progress], bool] | None
+
+
+class FunctionTrigger(Trigger):
+    """Fires when a function returns True; it has no state.
+
+    Args:
+        function: A function that takes the progress and returns whether to fire.
+    """
+
+    def __init__(self, function: Callable[[Progress], bool]) -> None:
+        self.function = function
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+    def __call__(self, progress: Progress) -> bool:
+        """Return the result of the function."""
+        return self.function(progress)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return the result of the function, which depends on the progress alone."""
+        return self.function(progress)
+
+
+def get_trigger(spec: TriggerSpec, argument: str = "trigger") -> Trigger:
+    """Return the trigger for a short form.
+
+    Args:
+        spec: A `Trigger`, which is returned unchanged; a pair ``(period, unit)`` for an `Interval`; a function
+            of the progress, which is called each time and has no saved state; or None for a trigger that never
+            fires.
+        argument: The name of the argument in error messages.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If the period or the unit is out of range.
+
+    >>> get_trigger((2, "epoch")).period
+    2
+    """
+    # First, because a trigger is callable too.
+    if isinstance(spec, Trigger):
+        return spec
+    if spec is None:
+        return Never()
+    if isinstance(spec, tuple):
+        return Interval(*check_pair(spec, argument))
+    if isinstance(spec, type):
+        raise TypeError(f"`{argument}` must be an object, got the class {spec.__name__}. Create one of it.")
+    if callable(spec):
+        return FunctionTrigger(spec)
+    kinds = 'a Trigger, a pair such as (10, "epoch"), a function of the trainer or None'
+    raise TypeError(f"`{argument}` must be {kinds}, got {spec!r}.")
+
+
+def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
+    """Check that a tuple is a pair of a number and a unit, and return it.
+
+    Args:
+        spec: The tuple to check.
+        argument: The name of the argument in error messages.
+
+    Raises:
+        TypeError: If it is not such a pair.
+    """
+    if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
+        raise TypeError(f'`{argument}` must be a pair such as (10, "epoch") where it is a tuple, got {spec!r}.')
+    return spec[0], spec[1]

@@ -1,0 +1,110 @@
+"""Compute in float64 and without chance, so that two gradients of the same samples differ by their meaning only."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from lockstep.verify.modes import users_line
+
+NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+CASTS: Final = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+DRAWS: Final = (
+    *("bernoulli", "rand", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "multinomial"),
+    *("poisson", "binomial", "native_dropout"),
+)
+"""Beginnings of the names of operators that draw."""
+PAIR: Final = 2
+
+
+def widened(value: Any) -> Any:
+    """Return a tensor, or a dtype, in float64 if it is in a narrower format; anything else as it is.
+
+    Args:
+        value: The value.
+
+    >>> widened(torch.zeros(1)).dtype, widened(torch.half), widened(torch.zeros(1, dtype=torch.int64)).dtype
+    (torch.float64, torch.float64, torch.int64)
+    """
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in NARROW else value
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
+
+
+class InFloat64(TorchFunctionMode):
+    """Gives every function of torch its tensors in float64, also those that a closure holds, and its dtypes.
+
+    Attributes:
+        paired: The lines that combine a tensor of shape (n, 1) with one of shape (n,), which pairs all n samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paired: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        func = torch.Tensor.double if func in CASTS else func
+        name = getattr(func, "__name__", "")
+        shapes = [each.shape for each in args if isinstance(each, torch.Tensor)][:PAIR]
+        if sorted(map(len, shapes)) == [1, PAIR] and name != "__get__":
+            (length,), matrix = sorted(shapes, key=len)
+            if matrix == (length, 1) and length > 1:
+                self.paired.append(users_line())
+        # What changes its tensor in place must get that tensor.
+        in_place = name.startswith(("__i", "__setitem")) or (name.endswith("_") and not name.endswith("__"))
+        kept = args[:1] if in_place else ()
+        wide = tree_map(widened, args[len(kept) :])
+        return func(*kept, *wide, **tree_map(widened, kwargs or {}))
+
+
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Replaces what operators draw by constants: dropout keeps every value, and a permutation moves nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, and overwrite what it has drawn."""
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **(kwargs or {}))
+        if not name.startswith(DRAWS) or not isinstance(made, torch.Tensor) or made.is_meta:
+            return made
+        if name == "randperm":
+            return made.copy_(torch.arange(len(made)))
+        if name == "bernoulli":
+            return made.copy_(args[0])
+        if name.startswith("bernoulli"):
+            # Dropout divides by this probability.
+            chance = args[1] if len(args) > 1 else 0.5
+            return made.copy_(chance) if isinstance(chance, torch.Tensor) else made.fill_(chance)
+        return made.fill_(0.5 if made.is_floating_point() and not name.startswith(("normal", "randn")) else 0)
+
+
+@contextmanager
+def in_float64() -> Iterator[InFloat64]:
+    """Compute in float64 and replace what is drawn by constants; yield the mode, which knows which lines pair rows."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    # Its import takes seconds, and without it nothing is compiled.
+    compiles = "torch._dynamo" in sys.modules
+    stance: Any = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+    try:
+        with torch.enable_grad(), stance, Constants(), InFloat64() as mode:  # type: ignore[no-untyped-call]
+            yield mode
+    finally:
+        torch.set_default_dtype(before)
+
+
+def seed() -> None:
+    """Begin the generators of Python and NumPy anew, so that each shard draws the same from them."""
+    random.seed(0)
+    np.random.seed(0)

@@ -1,0 +1,299 @@
+"""Compare the gradient of a batch as a single shard with that of its shards, both in float64.
+
+The two agree where the loss is a mean over samples, up to rounding. Where they do not, the result of a run depends on
+the number of shards, as that of PyTorch's DDP depends on the number of devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.metrics import Observers, collecting
+from lockstep.nest import call_arguments, map_tensors, tensors
+from lockstep.plan import Shard
+from lockstep.updaters import LossFunction, check_loss, loss_weight
+from lockstep.verify.causes import Cause
+from lockstep.verify.float64 import in_float64, seed, widened
+
+TOLERANCE: Final = 1e-6
+"""The largest difference that counts as rounding, relative to the gradients of the shards. Rounding in float64 makes
+one of about 1e-12, and of 1e-7 where user code computes a part in float32."""
+WRAPPERS: Final = ("loss_fn", "criterion", "func")
+"""Attributes under which objects hold the loss function that they call."""
+
+Calls = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]
+"""The calls of modules in the order of their ends: the name of each, its inputs, and its outputs."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the comparison of one gradient has found.
+
+    Attributes:
+        status: "equal", "differs" or "skipped".
+        reason: Why nothing was compared; empty if it was.
+        cause: Why the gradients differ; None if they do not.
+        tensor: The parameter whose gradients differ most.
+        normalized: The modules with batch statistics of each shard, which were left out of the comparison.
+    """
+
+    status: str
+    reason: str = ""
+    cause: Cause | None = None
+    tensor: str = ""
+    normalized: Sequence[str] = ()
+
+
+def compare_attempt(engine: Any, attempt: Any) -> Finding | None:
+    """Compare the gradient that an updater is about to compute; None if it is right by definition.
+
+    Args:
+        engine: The updater's engine.
+        attempt: An attempt whose batches have been planned. It is left as it is.
+    """
+    request, size = attempt.request, attempt.sizes[0]
+    if request.gathers or request.shard_loss is not None or request.inspect_shard is not None:
+        return None
+    shards = [shard for run in engine.share([size]).shards_by_device for shard in run]
+    if len(shards) == 1:
+        many = "" if size > 1 else " It has one sample: if there are more, name their dimension by `batch_dim`."
+        return Finding("skipped", f"The batch is a single shard.{many}")
+    named, carried, device = engine.prepared.named_parameters, engine.training.carried, engine.replicas.devices[0]
+    convert = partial(engine.conversion.shards, attempt.batches, devices=[device], first=engine.first_stream())
+    whole = Part(*convert([[Shard(0, 0, range(size))]])[0][0])
+    try:
+        comparison = Comparison(
+            copy.deepcopy(engine.prepared.runners[0].replica).double(),
+            request.loss_fn,
+            whole,
+            [Part(shard, whole.rows_like(given, shard)) for shard, given in convert([shards])[0]],
+            lambda samples: {} if carried is None else {"carried": carried.part(samples, device)},
+            request.summed,
+            [name for name, each in named.items() if request.wanted is None or id(each) in request.wanted],
+        )
+        with in_float64() as mode:
+            return comparison.run(mode.paired)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
+        return Finding("skipped", f"It could not be computed in float64: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a batch, with their tensors."""
+
+    shard: Shard
+    given: Any
+
+    def rows_like(self, given: Any, shard: Shard) -> Any:
+        """Return the tensors of a shard, with the rows of this batch where it has them: a converter may draw.
+
+        Args:
+            given: The tensors of the shard.
+            shard: The shard.
+        """
+        held, size = iter(tensors(self.given)), len(self.shard.samples)
+        if len(tensors(self.given)) != len(tensors(given)):
+            return given
+
+        def rows(own: torch.Tensor) -> torch.Tensor:
+            found = _rows(next(held), own, shard.samples, size)
+            return own if found is None else found
+
+        return map_tensors(rows, given)
+
+
+@dataclass
+class Comparison:
+    """Computes gradients of parts of one batch, all from the same weights and buffers.
+
+    Attributes:
+        model: A copy of the model, in float64.
+        loss_fn: Called with the model and the tensors of some samples.
+        whole: The batch.
+        shards: Its shards.
+        carried: Returns the value of the argument `carried` for some samples, by its name; empty if nothing is carried.
+        summed: Whether the loss function returns sums over samples.
+        names: The parameters to compare.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction
+    whole: Part
+    shards: Sequence[Part]
+    carried: Callable[[range], dict[str, Any]]
+    summed: bool
+    names: Sequence[str]
+    buffers: list[torch.Tensor] = field(init=False)
+
+    def run(self, paired: Sequence[str]) -> Finding:
+        """Compare the gradient of the batch with that of its shards.
+
+        Args:
+            paired: The lines that pair all samples, as far as they have run.
+        """
+        normalized = tuple(name for name, each in self.model.named_modules() if _uses_batch_statistics(each))
+        for name in normalized:
+            _use_running_statistics(self.model.get_submodule(name))
+        self.buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+        (one, _), (again, _) = self.gradient(self.whole), self.gradient(self.whole)
+        found = [self.gradient(shard) for shard in self.shards]
+        gradients, weights = [each for each, _ in found], [weight for _, weight in found]
+        shares = [1.0 if self.summed else weight / (sum(weights) or 1.0) for weight in weights]
+        size = _norm(one) + sum(share * _norm(each) for share, each in zip(shares, gradients, strict=True))
+        limit = TOLERANCE * size
+        if not math.isfinite(limit):
+            return Finding("skipped", "The gradient is not finite in float64.", normalized=normalized)
+        if _norm(_difference(one, again)) > limit:
+            reason = "The loss function returns another gradient when it is called once more."
+            return Finding("skipped", reason, normalized=normalized)
+        apart = _difference(one, _sum(gradients, shares))
+        if _norm(apart) <= limit:
+            return Finding("equal", normalized=normalized)
+        is_sum = _norm(_difference(one, _sum(gradients, [1.0] * len(gradients)))) <= limit
+        most = max(range(len(apart)), key=lambda index: float(apart[index].norm()))
+        pairs = Cause("pairs", "the loss function", paired[0]) if paired and paired[0] else None
+        cause = pairs or self.cause("total" if is_sum else "mean", shares)
+        return Finding("differs", cause=cause, tensor=self.names[most], normalized=normalized)
+
+    def gradient(self, part: Part) -> tuple[list[torch.Tensor], float]:
+        """Return the gradient of some samples, with zeros for parameters without one, and the weight of their loss."""
+        samples = part.shard.samples
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), self.buffers, strict=True):
+                buffer.copy_(before)
+        self.model.zero_grad(set_to_none=True)
+        seed()
+        given, carried = map_tensors(lambda each: widened(each).clone(), (part.given, self.carried(samples)))
+        args, kwargs = call_arguments(given)
+        with collecting(Observers({"": self.model}), len(samples)):
+            loss = check_loss(self.loss_fn(self.model, *args, **kwargs, **carried))
+        weight = loss_weight(loss, len(samples))
+        if weight > 0:
+            loss.value.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types here
+        named = dict(self.model.named_parameters())
+        wanted = [named[name] for name in self.names]
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted], weight
+
+    def cause(self, kind: str, shares: Sequence[float]) -> Cause:
+        """Return what mixes samples: the first module whose inputs agree and outputs do not, or the loss function.
+
+        Args:
+            kind: The kind of the cause if it is the loss function.
+            shares: The share of each shard in the mean.
+        """
+        calls = []
+        for part in (self.whole, *self.shards):
+            with _logged(self.model) as log:
+                self.gradient(part)
+            calls.append(log)
+        alike = len({tuple(name for name, _, _ in log) for log in calls}) == 1
+        for (name, *whole), *shards in zip(*calls, strict=True) if alike else ():
+            inputs, outputs = (
+                all(self._agrees(each, parts, shares) for each, *parts in zip(*nests, strict=False))
+                for nests in zip(whole, *(shard[1:] for shard in shards), strict=True)
+            )
+            one_row = not name and {len(each) for each in whole[1] if each.dim()} == {1}
+            if one_row or (inputs and not outputs):
+                module = self.model.get_submodule(name)
+                what = f"{name!r}, a {type(module).__name__}" if name else f"the model, a {type(module).__name__}"
+                kind = "row" if one_row else "layer" if name and kind == "mean" else kind
+                return Cause(kind, "forward", _place(type(module).forward), what)
+        return Cause(kind, "the loss function", _place(self.loss_fn))
+
+    def _agrees(self, whole: torch.Tensor, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> bool:
+        """Return whether a tensor of the batch has the rows of the shards' tensors, or is their mean."""
+        size = len(self.whole.shard.samples)
+        pairs = [
+            (_rows(whole, part, each.shard.samples, size), part) for part, each in zip(parts, self.shards, strict=True)
+        ]
+        if all(part.shape == whole.shape for part in parts):
+            pairs = [(whole, _sum([[part] for part in parts], shares)[0])]
+        return all(
+            one is None or not one.is_floating_point() or torch.allclose(one, other, TOLERANCE, TOLERANCE)
+            for one, other in pairs
+        )
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _use_running_statistics(module: Any) -> None:
+    """Switch a batch normalization to running statistics, with which it computes each sample for itself."""
+    module.eval()
+    if module.running_mean is None:
+        module.running_mean, module.running_var = torch.zeros(module.num_features), torch.ones(module.num_features)
+
+
+def _rows(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) -> torch.Tensor | None:
+    """Return the rows of some samples in a tensor of the batch; None if the tensor of a shard does not tell them.
+
+    Args:
+        whole: A tensor of the whole batch, with k rows per sample along one dimension.
+        part: The tensor of a shard, with the same k.
+        samples: The samples of the shard.
+        size: The number of samples in the batch.
+
+    >>> _rows(torch.arange(8).view(1, 8), torch.zeros(1, 4), range(2, 4), 4)
+    tensor([[4, 5, 6, 7]])
+    """
+    dims = [dim for dim, length in enumerate(whole.shape) if part.dim() == whole.dim() and length != part.size(dim)]
+    if len(dims) != 1 or whole.size(dims[0]) % size or whole.size(dims[0]) // size * len(samples) != part.size(dims[0]):
+        return None
+    each = whole.size(dims[0]) // size
+    index = torch.tensor([sample * each + row for sample in samples for row in range(each)], device=whole.device)
+    return whole.index_select(dims[0], index)
+
+
+@contextmanager
+def _logged(model: nn.Module) -> Iterator[Calls]:
+    """Write down what the modules of a model get and return."""
+    calls: Calls = []
+
+    def write(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del module
+        given, made = ([each.detach().clone() for each in tensors(nest)] for nest in ((args, kwargs), output))
+        calls.append((name, given, made))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(partial(write, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield calls
+
+
+def _place(called: Any) -> str:
+    """Return the file, line and name of a function, or of what an object calls."""
+    while not hasattr(called, "__code__"):
+        inner = next((getattr(called, name) for name in WRAPPERS if callable(getattr(called, name, None))), None)
+        if inner is None:
+            kind = type(called)
+            return _place(kind.forward if isinstance(called, nn.Module) else kind.__call__)
+        called = inner
+    code = called.__code__
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {called.__qualname__}"
+
+
+def _sum(terms: Sequence[list[torch.Tensor]], factors: Sequence[float]) -> list[torch.Tensor]:
+    return [
+        sum(factor * each for factor, each in zip(factors, column, strict=True)) for column in zip(*terms, strict=True)
+    ]
+
+
+def _difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [ours - theirs for ours, theirs in zip(one, other, strict=True)]
+
+
+def _norm(gradients: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(each.norm()) ** 2 for each in gradients))
