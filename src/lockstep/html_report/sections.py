@@ -1,4 +1,4 @@
-"""The tables of a page."""
+"""The tables of a page, and the bars of the times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of a pass over data, in the form that is cut into shards."""
+"""A pass over data: its batches, in the form that is cut into shards, and what runs them."""
 
 from __future__ import annotations
 

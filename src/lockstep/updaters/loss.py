@@ -1,4 +1,4 @@
-"""The return value of a loss function, and the usual loss function."""
+"""Loss functions: what they return, the usual one, and one over the outputs of a whole batch."""
 
 from __future__ import annotations
 

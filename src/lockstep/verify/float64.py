@@ -67,7 +67,7 @@ class InFloat64(TorchFunctionMode):
         return func(*kept, *wide, **tree_map(widened, kwargs or {}))
 
 
-class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
     """Replaces what operators draw by constants: dropout keeps every value, and a permutation moves nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,7 @@
-"""Find a snapshot, the same one on all ranks, check that it fits, and prepare its state for loading."""
+"""Find a snapshot, the same one on all ranks, check that it fits, and prepare its state for loading.
+
+`save` and `restore` do this for a loop of your own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the gradient of each shard of one device, and add these gradients up."""
+"""Compute the gradient of each shard of one device and add these gradients up, or compute its outputs alone."""
 
 from __future__ import annotations
 

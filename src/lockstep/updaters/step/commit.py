@@ -1,4 +1,7 @@
-"""The last stage of an update, and the only one that changes the training state: step, replace the buffers, count."""
+"""The last stage of an update, and the only one that changes the training state: step, replace the buffers, count.
+
+Warnings of steps that a program makes beside those of the updater belong here, too, as they count both.
+"""
 
 from __future__ import annotations
 
