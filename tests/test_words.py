@@ -122,7 +122,7 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 def test_docstrings_begin_with_standard_verbs() -> None:
     lines = []
-    for path in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]):
+    for path in [path for path in searched_files() if path.suffix == ".py"]:
         for line, docstring in docstrings(path.read_text(encoding="utf-8")):
             if re.match(rf"({'|'.join(VERBS)})\b", docstring):
                 lines.append(f"{path.relative_to(ROOT)}:{line}: {docstring.splitlines()[0]}")
