@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
     if arguments == ["cases"]:
         found: dict[str, Any] = digests_of(CASES)
     elif arguments == ["larger"]:
+        torch.manual_seed(0)  # models with dropout are among them
         found = digests_of(LARGER)
     elif arguments[0] == "rank":
         found = rank(arguments[1])
