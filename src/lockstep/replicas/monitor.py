@@ -293,9 +293,7 @@ class Monitor:
                 yield self._row(name, buffer)
 
     @torch.no_grad()
-    def _row(
-        self, name: str, tensor: torch.Tensor, replica: int | None = None, shard: int | None = None
-    ) -> MonitorRow:
+    def _row(self, name: str, tensor: torch.Tensor, replica: int | None = None, shard: int | None = None) -> MonitorRow:
         # Detached, so that a statistic neither records a graph nor changes the tensor's own.
         plain = tensor.detach()
         value = torch.as_tensor(self.stat(plain))
