@@ -327,7 +327,7 @@ class ReplicaGroup(ReplicaSet):
         """Return the name and shape of each output for the whole batch, of the last forward or the next one.
 
         Before the first forward, and after a `reshape`, they are inferred from the bound shapes by a copy of the model,
-        on tensors without values or on zeros. This changes no state or random number, and calls no hook of yours.
+        on tensors without values. This changes no state or random number, and calls no hook of yours.
 
         Raises:
             OrderError: If there was no forward, and inputs are not bound or the shapes cannot be inferred.
