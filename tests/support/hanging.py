@@ -36,7 +36,7 @@ def wait_patiently(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def patient(self: ReplicaSet, runs: Sequence[range], workers: Sequence[Worker]) -> Any:
         deadline = time.monotonic() + LONG
         for worker in workers:
-            while worker._thread.ident not in HUNG and worker._mailbox.done.locked():
+            while worker._thread.ident not in HUNG and worker._ends.empty():
                 time.sleep(0.01)
                 assert time.monotonic() < deadline, "neither done nor hanging"
         return wait(self, runs, workers)

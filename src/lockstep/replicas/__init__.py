@@ -14,7 +14,6 @@ from lockstep.replicas.batch import (
 )
 from lockstep.replicas.buffers import (
     EXTREMES as EXTREMES,
-    AnyBufferSum as AnyBufferSum,
     BufferRef as BufferRef,
     BufferRules as BufferRules,
     BufferSum as BufferSum,

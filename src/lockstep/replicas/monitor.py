@@ -8,9 +8,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, Protocol, TextIO, TypeAlias
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, Protocol, TextIO, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,12 @@ from lockstep.state import check_keys
 
 Statistic: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | float]"
 """A function that reduces a tensor to one number, on the device of the tensor."""
+
+_Place: TypeAlias = "tuple[int, int]"
+"""The index of a replica, and the number of the shard that it computes."""
+
+_PLACE_OF: Final = attrgetter("replica", "shard")
+_NAME_OF: Final = attrgetter("name")
 
 
 def rms(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,8 +82,6 @@ class MonitorRow:
 class Replicated(Protocol):
     """An object that has replicas of a model."""
 
-    devices: list[torch.device]
-
     @property
     def model(self) -> nn.Module:
         """The original model."""
@@ -87,32 +91,12 @@ class Replicated(Protocol):
         """The replicas, one per device."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardPlace:
-    """A shard and the index of the replica that computes it."""
+@dataclass(slots=True)
+class _Step:
+    """The rows of a monitored step, which the threads of several devices append."""
 
-    replica: int
-    shard: int
-
-
-class _Phase(IntEnum):
-    """The phases of a step, in the order of rows."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    STATE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """The future content of a row, whose statistic and number of nonfinite elements are still on the device."""
-
-    phase: _Phase
-    name: str
-    replica: int | None
-    device: torch.device
-    shard: int | None
-    numbers: torch.Tensor
+    forward: list[MonitorRow] = field(default_factory=list)
+    backward: list[MonitorRow] = field(default_factory=list)
 
 
 class Monitor:
@@ -120,7 +104,7 @@ class Monitor:
 
     Install it on a `ReplicaGroup` or a `DataParallel`, and call `tic` before and `toc` after each step, which may have
     several forwards and backwards. In a monitored step, the replicas have hooks while their shards are computed.
-    Statistics are computed on each device, and `toc` reads them once per device. In all other steps, and if no monitor
+    Statistics are computed on each device, and the host waits for each of them. In all other steps, and if no monitor
     is installed, nothing is done.
 
     Rows are in this order: inputs and outputs of the forward, by replica, shard and time; then gradients of the
@@ -164,12 +148,12 @@ class Monitor:
         self.step = 0
         """The number of steps that have begun."""
         self._sources: list[weakref.ref[Replicated]] = []
-        self._records: list[_Record] | None = None
+        self._rows: _Step | None = None
 
     @property
     def active(self) -> bool:
         """Whether the current step is monitored."""
-        return self._records is not None
+        return self._rows is not None
 
     def attach(self, source: Replicated) -> None:
         """Report the parameters and buffers of an object, which calls this when the monitor is installed on it.
@@ -186,10 +170,10 @@ class Monitor:
         Raises:
             OrderError: If the previous step is monitored and `toc` has not been called.
         """
-        if self._records is not None:
+        if self._rows is not None:
             raise OrderError("The rows of a monitored step must be read by `toc` before the next `tic`.")
         if self.step % self.interval == 0:
-            self._records = []
+            self._rows = _Step()
         self.step += 1
 
     def toc(self) -> list[MonitorRow]:
@@ -198,15 +182,14 @@ class Monitor:
         Returns:
             The rows of the step, or an empty list if it was not monitored.
         """
-        if self._records is None:
+        if self._rows is None:
             return []
-        records, self._records = self._records, None
+        step, self._rows = self._rows, None
         # Threads append in an order that varies. Within a replica and shard the order is that of time, since sorting is
         # stable.
-        records = sorted(records, key=lambda each: (each.phase, each.replica or 0, each.shard or 0))
-        records += [each for reference in self._sources for each in self._state_of(reference())]
-        rows = self._rows(records)
-        return sorted(rows, key=lambda row: row.name) if self.sort else rows
+        rows = [row for part in (step.forward, step.backward) for row in sorted(part, key=_PLACE_OF)]
+        rows += [row for reference in self._sources for row in self._state_of(reference())]
+        return sorted(rows, key=_NAME_OF) if self.sort else rows
 
     def toc_print(self, file: TextIO | None = None) -> None:
         """End a step, and write its rows as lines.
@@ -243,8 +226,8 @@ class Monitor:
             shard: The shard.
             replica: The replica.
         """
-        records = self._records
-        return NULL_CONTEXT if records is None else self._forward(records, _ShardPlace(place, shard.index), replica)
+        step = self._rows
+        return NULL_CONTEXT if step is None else self._forward(step, (place, shard.index), replica)
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Return a context manager that monitors the gradients of parameters in the backward of one shard.
@@ -254,97 +237,70 @@ class Monitor:
             shard: The shard.
             replica: The replica.
         """
-        records = self._records
-        return NULL_CONTEXT if records is None else self._backward(records, _ShardPlace(place, shard.index), replica)
+        step = self._rows
+        return NULL_CONTEXT if step is None else self._backward(step, (place, shard.index), replica)
 
     @contextmanager
-    def _forward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
-        def record_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _forward(self, step: _Step, at: _Place, replica: nn.Module) -> Iterator[None]:
+        def measure(name: str, value: Any) -> None:
+            for path, tensor in nest.named_tensors(value, name):
+                self._measure(step, step.forward, at, path, tensor)
+                if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
+                    tensor.register_hook(self._gradient_hook(step, at, path))  # type: ignore[no-untyped-call]
+
+        def measure_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             names = argument_names(replica.forward, len(args))
             for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
-                self._measure_nest(records, at, name, value)
+                measure(name, value)
 
-        def record_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _module, _inputs, output: self._measure_nest(records, at, name, output)
+        def measure_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _module, _inputs, output: measure(name, output)
 
         names = {module: f"{name}.output".lstrip(".") for name, module in replica.named_modules()}
-        handles = [module.register_forward_hook(record_output(name)) for module, name in names.items()]
-        with _removed_at_end([replica.register_forward_pre_hook(record_inputs, with_kwargs=True), *handles]):
+        handles = [module.register_forward_hook(measure_output(name)) for module, name in names.items()]
+        with _removed_at_end([replica.register_forward_pre_hook(measure_inputs, with_kwargs=True), *handles]):
             yield
 
     @contextmanager
-    def _backward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
+    def _backward(self, step: _Step, at: _Place, replica: nn.Module) -> Iterator[None]:
         trained = {name: each for name, each in replica.named_parameters() if each.requires_grad}
         with _removed_at_end(
-            parameter.register_hook(self._gradient_hook(records, at, f"{name}.grad"))  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._gradient_hook(step, at, name))  # type: ignore[no-untyped-call]
             for name, parameter in trained.items()
             if self._pattern.match(f"{name}.grad")
         ):
             yield
 
-    def _measure_nest(self, records: list[_Record], at: _ShardPlace, name: str, value: Any) -> None:
-        """Measure every tensor of a nest, and later the gradient of each if it has one."""
-        for path, tensor in nest.named_tensors(value, name):
-            self._measure(records, _Phase.FORWARD, at, path, tensor)
-            if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
-                tensor.register_hook(self._gradient_hook(records, at, f"{path}.grad"))  # type: ignore[no-untyped-call]
+    def _gradient_hook(self, step: _Step, at: _Place, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._measure(step, step.backward, at, f"{name}.grad", gradient)
 
-    def _gradient_hook(self, records: list[_Record], at: _ShardPlace, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._measure(records, _Phase.BACKWARD, at, name, gradient)
-
-    def _measure(self, records: list[_Record], phase: _Phase, at: _ShardPlace, name: str, tensor: torch.Tensor) -> None:
+    def _measure(self, step: _Step, rows: list[MonitorRow], at: _Place, name: str, tensor: torch.Tensor) -> None:
         """Measure one tensor, unless the step that it belongs to is over."""
-        # A backward may run after `toc`, or in a later step. The list of a step identifies it.
-        if records is self._records and self._pattern.match(name):
-            numbers = self._numbers(tensor)
-            records.append(_Record(phase, name, at.replica, tensor.device, at.shard, numbers))
+        # A backward may run after `toc`, or in a later step.
+        if step is self._rows and self._pattern.match(name):
+            rows.append(self._row(name, tensor, *at))
 
-    def _state_of(self, source: Replicated | None) -> Iterator[_Record]:
-        """Measure all parameters, once for each of their devices, and the buffers."""
+    def _state_of(self, source: Replicated | None) -> Iterator[MonitorRow]:
+        """Measure the parameters of every replica, and the buffers."""
         if source is None:
             return
-        known: dict[tuple[str, torch.device], torch.Tensor] = {}
-        for index, (device, replica) in enumerate(zip(source.devices, source.replicas, strict=True)):
+        for index, replica in enumerate(source.replicas):
             for name, parameter in replica.named_parameters():
                 if self._pattern.match(name):
-                    # Replicas on one device share the memory of the parameters.
-                    if (name, device) not in known:
-                        known[name, device] = self._numbers(parameter)
-                    yield _Record(_Phase.STATE, name, index, device, None, known[name, device])
+                    yield self._row(name, parameter, index)
         for name, buffer in source.model.named_buffers():
             if self._pattern.match(name):
-                yield _Record(_Phase.STATE, name, None, buffer.device, None, self._numbers(buffer))
+                yield self._row(name, buffer)
 
     @torch.no_grad()
-    def _numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of a tensor and the number of its nonfinite elements, on its device."""
+    def _row(self, name: str, tensor: torch.Tensor, replica: int | None = None, shard: int | None = None) -> MonitorRow:
         # Detached, so that a statistic neither records a graph nor changes the tensor's own.
         plain = tensor.detach()
-        value = torch.as_tensor(self.stat(plain), device=plain.device)
+        value = torch.as_tensor(self.stat(plain))
         if value.numel() != 1:
             raise ValueError(f"`stat` must return one number for a tensor, got shape {tuple(value.shape)}.")
-        count = plain.isfinite().logical_not().sum()
-        return torch.stack([value.detach().reshape(()).double(), count.double()])
-
-    def _rows(self, records: list[_Record]) -> list[MonitorRow]:
-        """Copy the numbers to the host, those of each device at once, and return the rows."""
-        numbers: dict[int, list[float]] = {}
-        for device in dict.fromkeys(each.device for each in records):
-            indices = [index for index, each in enumerate(records) if each.device == device]
-            read = torch.stack([records[index].numbers for index in indices]).tolist()
-            numbers.update(zip(indices, read, strict=True))
-        return [
-            MonitorRow(
-                self.step,
-                each.name,
-                numbers[index][0],
-                int(numbers[index][1]),
-                each.replica,
-                str(each.device),
-                each.shard,
-            )
-            for index, each in enumerate(records)
-        ]
+        nonfinite = int(plain.isfinite().logical_not().sum())
+        return MonitorRow(self.step, name, float(value), nonfinite, replica, str(plain.device), shard)
 
 
 @contextmanager

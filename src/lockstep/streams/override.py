@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -12,105 +12,55 @@ import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.seeds import NUM_SEEDS, check_seed
-from lockstep.streams.state import ThreadAwareState, default_addresses
+from lockstep.streams.state import default_addresses, replace_names
 from lockstep.streams.thread import THREAD_STREAMS
 
 _DISPATCH_KEY = "BackendSelect"
 
 
-@dataclass(frozen=True, slots=True)
-class RandomKernel:
-    """An operator with a random CPU kernel.
+def random_kernels() -> dict[str, int]:
+    """Return the operators of the installed torch that have a CPU kernel and accept a generator.
 
-    Args:
-        operator: The name of the operator, such as ``"bernoulli_"``.
-        overload: The name of the overload, such as ``"float"``, which is empty for the unnamed overload.
-        position: The index of the argument ``generator``.
-    """
+    Returns:
+        By name, with the overload behind a dot, the index of the argument ``generator``.
 
-    operator: str
-    overload: str
-    position: int
-
-    @property
-    def name(self) -> str:
-        """The name under which a kernel is registered, such as ``"bernoulli_.float"``."""
-        return f"{self.operator}.{self.overload}" if self.overload else self.operator
-
-    @property
-    def op(self) -> torch._ops.OpOverload[..., object]:
-        """The operator itself."""
-        packet = getattr(torch.ops.aten, self.operator)
-        overload: torch._ops.OpOverload[..., object] = getattr(packet, self.overload or "default")
-        return overload
-
-
-def random_kernels() -> list[RandomKernel]:
-    """List the operators of the installed torch that have a CPU kernel and accept a generator.
-
-    >>> "bernoulli_.float" in [kernel.name for kernel in random_kernels()]
-    True
+    >>> random_kernels()["bernoulli_.float"]
+    2
     """
     # Listed from the dispatcher instead of written down, so that no kernel of another version of torch is missed.
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")  # noqa: SLF001 - no public way
-    names = [name.removeprefix("aten::") for name in registered if name.startswith("aten::")]
-    kernels = [_random_kernel(name) for name in sorted(names)]
-    return [kernel for kernel in kernels if kernel is not None]
+    found: dict[str, int] = {}
+    for name in sorted(registered):
+        if name.startswith("aten::"):
+            operator, _, overload = name.partition(".")
+            arguments = torch._C._get_schema(operator, overload).arguments  # noqa: SLF001 - no public way
+            positions = [index for index, each in enumerate(arguments) if "Generator" in str(each.type)]
+            if positions:
+                found[name.removeprefix("aten::")] = positions[0]
+    return found
 
 
-def redirect(kernels: Iterable[RandomKernel]) -> torch.library.Library:
-    """Redirect operators to the stream of the calling thread until the library is passed to `restore`.
-
-    Args:
-        kernels: The operators to redirect.
-
-    Returns:
-        The library that holds the registrations.
+def _redirect(undo: ExitStack) -> None:
+    """Redirect all random operators to the stream of the calling thread, and register how to undo it.
 
     Raises:
-        RuntimeError: If another library has registered one of the operators for the same dispatch key. Nothing has
-            changed in that case.
+        RuntimeError: If another library has registered one of the operators for the same dispatch key.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's gap
-    try:
-        for kernel in kernels:
-            _register(library, kernel)
-    except BaseException:
-        restore(library)
-        raise
-    return library
-
-
-def restore(library: torch.library.Library) -> None:
-    """Undo what `redirect` did.
-
-    Args:
-        library: The library that `redirect` returned.
-    """
     # Deleting the library has the same effect, but only after the last reference to it is gone.
-    library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    undo.callback(library._destroy)  # type: ignore[arg-type]  # noqa: SLF001
+    for name, position in random_kernels().items():
+        # A second registration would replace the first one without an error and break the other library.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _DISPATCH_KEY):  # noqa: SLF001 - no public way
+            raise RuntimeError(f"another library has registered aten::{name} for {_DISPATCH_KEY}")
+        call = _with_generator(name, position)
+        library.impl(name, call, _DISPATCH_KEY, with_keyset=True)  # type: ignore[no-untyped-call]  # torch's gap
 
 
-def _random_kernel(name: str) -> RandomKernel | None:
-    operator, _, overload = name.partition(".")
-    schema = torch._C._get_schema(f"aten::{operator}", overload)  # noqa: SLF001 - no public way
-    positions = [index for index, argument in enumerate(schema.arguments) if "Generator" in str(argument.type)]
-    return RandomKernel(operator, overload, positions[0]) if positions else None
-
-
-def _register(library: torch.library.Library, kernel: RandomKernel) -> None:
-    name, key = f"aten::{kernel.name}", _DISPATCH_KEY
-    # A second registration would replace the first one without an error and break the other library.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):  # noqa: SLF001 - no public way
-        raise RuntimeError(f"another library has registered {name} for {key}")
-    call = _with_generator(kernel)
-    library.impl(kernel.name, call, key, with_keyset=True)  # type: ignore[no-untyped-call]  # torch's gap
-
-
-def _with_generator(kernel: RandomKernel) -> Callable[..., Any]:
+def _with_generator(name: str, position: int) -> Callable[..., Any]:
     """Return the function that fills in the generator of the thread and passes the call on."""
-    position = kernel.position
-    redispatch = kernel.op.redispatch
+    operator, _, overload = name.partition(".")
+    redispatch = getattr(getattr(torch.ops.aten, operator), overload or "default").redispatch
     # All keys below `BackendSelect`, so that redispatching goes on where the call was intercepted.
     below = torch._C._dispatch_keyset_full_after(torch.DispatchKey.BackendSelect)  # noqa: SLF001 - no public way
     cpu = torch.DispatchKey.CPU
@@ -151,8 +101,8 @@ class _Installation:
         # that was not removed explicitly.
         self._lock = threading.RLock()
         self._owners: set[StreamOverride] = set()
-        self.library: torch.library.Library | None = None
-        self._state = ThreadAwareState()
+        self.undo: ExitStack | None = None
+        """What restores torch; None while nothing is installed."""
 
     def owned_by(self, owner: StreamOverride) -> bool:
         return owner in self._owners
@@ -162,37 +112,27 @@ class _Installation:
             # Added before the installation, so that a finalizer that runs during it does not find an empty set and
             # uninstall.
             self._owners.add(owner)
-            if self.library is None:
+            if self.undo is None:
                 try:
-                    self._install()
-                except BaseException:
-                    self._owners.discard(owner)
-                    raise
+                    with ExitStack() as stack:
+                        _redirect(stack)
+                        replace_names(stack)
+                        self.undo = stack.pop_all()
+                except BaseException as error:
+                    # No owner may claim an override that is not installed.
+                    self._owners.clear()
+                    if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
+                        raise
+                    reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
+                    raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 
     def discard(self, owner: StreamOverride) -> None:
         with self._lock:
             self._owners.discard(owner)
-            if not self._owners:
-                self._uninstall()
-
-    def _install(self) -> None:
-        try:
-            self.library = redirect(random_kernels())
-            self._state.install()
-        except BaseException as error:
-            # No owner may claim an override that is not installed.
-            self._owners.clear()
-            self._uninstall()
-            if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
-                raise
-            reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
-            raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
-
-    def _uninstall(self) -> None:
-        library, self.library = self.library, None
-        self._state.remove()
-        if library is not None:
-            restore(library)
+            undo = self.undo
+            if not self._owners and undo is not None:
+                self.undo = None
+                undo.close()
 
 
 # The dispatcher of torch exists once per process, and so does this.
@@ -277,7 +217,7 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
         self._seed = seed
 
     def __enter__(self) -> None:
-        if _INSTALLATION.library is None:
+        if _INSTALLATION.undo is None:
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
         # Generators are kept per level of nesting and seeded again, because creating one is slower than seeding it.
         depth = THREAD_STREAMS.depth

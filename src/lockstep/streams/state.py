@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -41,32 +42,29 @@ def default_addresses() -> tuple[int, int]:
     return default, proxy
 
 
-class ThreadAwareState:
-    """The names in torch that refer to other objects while threads have streams."""
+def replace_names(undo: ExitStack) -> None:
+    """Replace the objects behind the names in torch that mean other ones while threads have streams.
 
-    def __init__(self) -> None:
-        self._replaced: list[tuple[ModuleType, str, object, object]] = []
+    Args:
+        undo: Gets what restores the original objects, except under names that other code has changed in the meantime.
 
-    def install(self) -> None:
-        """Replace the objects behind the names.
+    Raises:
+        KeyError: If the installed torch lacks one of the names.
+    """
+    _replace(torch.random, "default_generator", GENERATOR_PROXY, undo)
+    for module in _seeding_modules():
+        _replace(module, "manual_seed_all", _seed_own_device(module, module.manual_seed_all), undo)
 
-        Raises:
-            KeyError: If the installed torch lacks one of the names. Call `remove` to undo what was replaced before.
-        """
-        self._replace(torch.random, "default_generator", GENERATOR_PROXY)
-        for module in _seeding_modules():
-            self._replace(module, "manual_seed_all", _seed_own_device(module, module.manual_seed_all))
 
-    def remove(self) -> None:
-        """Restore the original objects, except under names that other code has changed in the meantime."""
-        while self._replaced:
-            module, name, original, ours = self._replaced.pop()
-            if vars(module)[name] is ours:
-                setattr(module, name, original)
+def _replace(module: ModuleType, name: str, ours: object, undo: ExitStack) -> None:
+    original = vars(module)[name]
 
-    def _replace(self, module: ModuleType, name: str, ours: object) -> None:
-        self._replaced.append((module, name, vars(module)[name], ours))
-        setattr(module, name, ours)
+    def restore() -> None:
+        if vars(module)[name] is ours:
+            setattr(module, name, original)
+
+    undo.callback(restore)
+    setattr(module, name, ours)
 
 
 def _current() -> torch.Generator:

@@ -11,9 +11,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.buffers.buffer_refs import BufferRule, BufferRules, buffer_refs
-from lockstep.replicas.buffers.buffer_sums import BufferSum
-from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, create_packs
-from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine_buffers
+from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_buffers, create_packs
 from lockstep.tree import Tensors
 from tests.support.reads import Reads
 
@@ -39,12 +37,11 @@ def rules_of(rule: BufferRule) -> BufferRules:
     return {"*bool*": "first", "*complex*": "mean" if rule in ("min", "max") else rule, "*": rule}
 
 
-def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
+def left_by(shard: int, starts: list[torch.Tensor], changes: list[list[bool]]) -> Tensors:
     """Give what a shard leaves: other numbers, the same ones, or nothing."""
     draw = torch.Generator().manual_seed(shard + 1)
     left: Tensors = []
     for index, start in enumerate(starts):
-        assert start is not None
         if not changes[shard][index % len(changes[shard])]:
             left.append(None if index % 2 else start.clone())
         else:
@@ -59,16 +56,14 @@ def combined(
     """Sum up shards in two places, name the buffers that come of it, and count what is read."""
     model = model_of().to(device)
     slots = buffer_refs(model, rules_of(rule))
-    starts: Tensors = [slot.get() for slot in slots]
-    rules = [slot.rule for slot in slots]
-    sums: list[AnyBufferSum] = []
+    starts = [start for slot in slots if (start := slot.get()) is not None]
+    packs = create_packs(starts, [slot.rule for slot in slots], together=kind != "known")
+    sums: list[BufferSum] = []
     with Reads() as reads:
         for run in (range(cut), range(cut, len(WEIGHTS))):
-            place: AnyBufferSum = BufferSum.empty(run.start, rules)
-            if kind != "known":
-                place = DeferredBufferSum.empty(run.start, starts, create_packs(starts, rules), compares=True)
+            place = BufferSum.empty(run.start, starts, packs)
             for shard in run:
-                place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard])
+                place.add(shard, left_by(shard, starts, changes), WEIGHTS[shard])
             sums.append(place.resolve() if kind == "read" else place)
         combine_buffers(sums, slots, weight=sum(WEIGHTS))
     return ls.digest(model), reads.count
@@ -92,13 +87,11 @@ def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cu
 def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
     model = model_of()
     slots = buffer_refs(model)
-    starts: Tensors = [slot.get() for slot in slots]
-    rules = [slot.rule for slot in slots]
+    starts = [start for slot in slots if (start := slot.get()) is not None]
+    packs = create_packs(starts, [slot.rule for slot in slots], together=kind == "packed")
     for flag, stays in ((1.0, True), (0.0, False)):
-        place: AnyBufferSum = BufferSum.empty(0, rules)
-        if kind == "packed":
-            place = DeferredBufferSum.empty(0, starts, create_packs(starts, rules))
-        place.add(0, left_by(0, starts, [[True]]), starts, 1)
+        place = BufferSum.empty(0, starts, packs)
+        place.add(0, left_by(0, starts, [[True]]), 1)
         combine_buffers([place], slots, weight=1, found_inf=torch.tensor(flag))
         assert (ls.digest(model) == ls.digest(model_of())) == stays
 

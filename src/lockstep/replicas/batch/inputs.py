@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -56,6 +56,7 @@ class Inputs:
         dims: For each input the dimension that counts samples, at least 0, or None if it is given whole.
         requires_grad: Whether a gradient is wanted for each input.
         num_samples: The number of samples in the batch.
+        attached: Whether the parts belong to the autograd graph of the caller.
     """
 
     args: tuple[Any, ...]
@@ -65,8 +66,7 @@ class Inputs:
     dims: list[int | None]
     requires_grad: list[bool]
     num_samples: int
-    attached: ClassVar[bool] = False
-    """Whether the parts belong to the autograd graph of the caller."""
+    attached: bool = False
 
     def shard_inputs(self, samples: range, device: torch.device) -> ShardInputs:
         """Return the arguments for a run of samples, which are views of the inputs if they are on the device already.
@@ -79,7 +79,7 @@ class Inputs:
         leaves: list[torch.Tensor | None] = []
         for tensor, dim, wanted in zip(self.tensors, self.dims, self.requires_grad, strict=True):
             # Detached, so that every shard has a graph of its own and backward ends at its leaves.
-            part = tensor.detach()
+            part = tensor if self.attached else tensor.detach()
             if dim is not None and len(samples) != self.num_samples:
                 part = part.narrow(dim, samples.start, len(samples))
             if part.device != device:

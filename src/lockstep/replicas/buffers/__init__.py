@@ -13,13 +13,12 @@ from lockstep.replicas.buffers.buffer_sums import (
     BufferSum as BufferSum,
     as_bits as as_bits,
     as_real as as_real,
+    combine_buffers as combine_buffers,
     merged_firsts as merged_firsts,
 )
 from lockstep.replicas.buffers.replica_buffers import (
-    AnyBufferSum as AnyBufferSum,
     ReplicaBuffers as ReplicaBuffers,
     check_buffers as check_buffers,
-    combine_buffers as combine_buffers,
     is_averaged_silently as is_averaged_silently,
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,

@@ -1,4 +1,11 @@
-"""Combine the changes that shards made to buffers, where the host knows which buffers each shard changed."""
+"""Combine the changes that shards made to buffers.
+
+On a CPU it costs nothing to check whether a shard changed a buffer. On another device the host would have to wait for
+the result once per shard. There the result stays on the device, and `torch.where` selects the values that depend on it.
+The bits are the same: a shard that does not contribute to a sum adds -0.0, which changes no number, neither 0.0 nor
+-0.0. Buffers of the same format are then concatenated in one tensor, so that the number of kernels does not depend on
+the number of buffers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,129 +28,352 @@ _INTEGER_DTYPES: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: to
 EXTREMES: Final = MappingProxyType({"min": torch.minimum, "max": torch.maximum})
 """The functions of the rules by which the values of two shards become one."""
 
+Number: TypeAlias = "float | Tensor"
+"""A number that the host knows, or one per buffer of a pack or per number in it, which stays on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Buffers that are computed with together: a single one, or all of one format, device and rule in one tensor.
+
+    Attributes:
+        indices: The indices of the buffers.
+        shapes: The shapes of their numbers, with complex numbers as pairs.
+        owner: For each number the position in `indices` of the buffer that it belongs to; None for a single buffer, of
+            which the host finds out whether it has changed.
+        rule: The rule of these buffers.
+        averaged: Whether this rule averages them.
+    """
+
+    indices: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    owner: Tensor | None
+    rule: BufferRule
+    averaged: bool
+
+    @classmethod
+    def of(cls, indices: Sequence[int], buffers: Sequence[Tensor], rule: BufferRule, *, together: bool) -> Pack:
+        """Return the pack of some buffers.
+
+        Args:
+            indices: The indices of the buffers.
+            buffers: The buffers, which have the same dtype and device.
+            rule: The rule of these buffers.
+            together: Whether they are concatenated.
+        """
+        shapes = tuple(as_real(buffer).shape for buffer in buffers)
+        owner = None
+        if together:
+            sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
+            owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
+            owner = to_device(owner, buffers[0].device)
+        return cls(tuple(indices), shapes, owner, rule, rule == "mean" and is_averaged(buffers[0]))
+
+    def select(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
+        """List those of all buffers that belong to this pack.
+
+        Args:
+            buffers: The buffers of the model.
+        """
+        return [buffer for index in self.indices if (buffer := buffers[index]) is not None]
+
+    def pack(self, buffers: Sequence[Tensor | None]) -> Tensor:
+        """Return the numbers of the buffers of this pack.
+
+        Args:
+            buffers: The buffers of the model.
+        """
+        numbers = list(map(as_real, self.select(buffers)))
+        return numbers[0] if self.owner is None else torch.cat([each.reshape(-1) for each in numbers])
+
+    def split(self, numbers: Tensor) -> list[Tensor]:
+        """Split the numbers of this pack by buffer, each part in the shape of the numbers of its buffer.
+
+        Args:
+            numbers: The numbers, as `pack` returns them.
+        """
+        if self.owner is None:
+            return [numbers]
+        parts = torch.split(numbers, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def changed(self, before: Tensor, after: Tensor) -> Number:
+        """Return for each buffer whether its bits have changed, as 1.0 or 0.0.
+
+        Args:
+            before: The numbers of this pack before a shard.
+            after: The numbers of this pack after the shard.
+        """
+        if self.owner is None:
+            return float(not torch.equal(as_bits(after), as_bits(before)))
+        differ = (as_bits(after) != as_bits(before)).int()
+        none = torch.zeros(len(self.indices), dtype=torch.int32, device=differ.device)
+        # In float64, in which weights are added without rounding, as the host does it.
+        return none.scatter_reduce_(0, self.owner, differ, "amax").double()
+
+    def spread(self, by_buffer: Number) -> Number:
+        """Return for each number of this pack what belongs to its buffer.
+
+        Args:
+            by_buffer: The numbers by buffer, on any device.
+        """
+        if self.owner is None or not isinstance(by_buffer, Tensor):
+            return by_buffer
+        return by_buffer[to_device(self.owner, by_buffer.device)]
+
+
+def can_be_packed(buffer: Tensor) -> bool:
+    """Return whether a buffer is an ordinary array of numbers that torch can compute with.
+
+    Args:
+        buffer: The buffer.
+    """
+    # One-byte floating-point formats have no arithmetic, and an expanded tensor cannot be written in place.
+    return (
+        buffer.layout is torch.strided
+        and not (buffer.is_quantized or buffer.is_conj() or buffer.is_neg())
+        and (buffer.itemsize > 1 or not buffer.is_floating_point())
+        and 0 not in buffer.stride()
+    )
+
+
+def create_packs(buffers: Sequence[Tensor | None], rules: Sequence[BufferRule], *, together: bool) -> list[Pack]:
+    """Return the packs of all buffers that are present.
+
+    Args:
+        buffers: The buffers of a model.
+        rules: The rule of each buffer.
+        together: Whether those of one format, device and rule are in one pack, so that the host need not learn which of
+            them change. Otherwise each has one of its own.
+    """
+    kinds: dict[object, list[int]] = {}
+    for index, (buffer, rule) in enumerate(zip(buffers, rules, strict=True)):
+        if buffer is not None:
+            kinds.setdefault((buffer.device, buffer.dtype, rule) if together else index, []).append(index)
+    return [
+        Pack.of(
+            indices,
+            [buffer for index in indices if (buffer := buffers[index]) is not None],
+            rules[indices[0]],
+            together=together,
+        )
+        for indices in kinds.values()
+    ]
+
 
 @dataclass(slots=True)
 class BufferSum:
-    """The changes that the shards of one device made to the buffers.
+    """The changes that the shards of one device made to the buffers, in packs.
 
     Attributes:
-        weighted_sums: The sums of weight times value in the order of the tree, with complex buffers as pairs of real
-            numbers; by the rule "sum" those of the changes.
-        weights: For each buffer the total weight of the shards that changed it; by the rule "sum" their number.
-        firsts: For each buffer the value from the first shard that changed it; by the rules "min" and "max" the
-            smallest and the largest one.
-        rules: The rule of each buffer, while shards are added.
-        differing: The indices of buffers that have no mean and that shards changed to different values.
+        weighted_sums: For each pack the sums of weight times value in the order of the tree, with complex buffers as
+            pairs of real numbers; by the rule "sum" those of the changes.
+        weights: For each buffer of a pack the total weight of the shards that changed it; by the rule "sum" their
+            number.
+        firsts: For each pack the value from the first shard that changed it, or the smallest or largest one; arbitrary
+            where the weight is 0.
+        packs: The buffers that are computed with together; empty if each buffer is a pack and no shard is added.
+        starts: The buffers before the shards.
+        compares: Whether shards are compared in buffers that have no mean.
+        packed: The numbers of `starts`, by pack.
+        differing: For each buffer of a pack, above 0 if it has no mean and shards changed it to different values.
     """
 
     weighted_sums: ShardSum
-    weights: list[float]
+    weights: list[Number]
     firsts: Tensors
-    rules: Sequence[BufferRule] = ()
-    differing: set[int] = field(default_factory=set)
+    packs: Sequence[Pack] = ()
+    starts: Sequence[Tensor] = ()
+    compares: bool = True
+    packed: list[Tensor] = field(default_factory=list)
+    differing: list[Number] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, first: int, rules: Sequence[BufferRule]) -> BufferSum:
+    def empty(
+        cls, first: int, starts: Sequence[Tensor] = (), packs: Sequence[Pack] = (), *, compares: bool = True
+    ) -> BufferSum:
         """Return a sum without shards.
 
         Args:
             first: The number of the first shard that will be added.
-            rules: The rule of each buffer.
+            starts: The value of each buffer before the shards.
+            packs: The packs of the buffers.
+            compares: Whether shards are compared in buffers that have no mean, for `check_buffers`.
         """
-        return cls(ShardSum(first), [0.0] * len(rules), [None] * len(rules), rules)
+        zeros: list[Number] = [0.0] * len(packs)
+        packed = [pack.pack(starts) for pack in packs]
+        return cls(ShardSum(first), zeros, [None] * len(packs), packs, starts, compares, packed, zeros.copy())
 
-    def add(self, shard: int, values: Tensors, starts: Tensors, weight: float) -> list[bool]:
+    def add(self, shard: int, values: Tensors, weight: float) -> list[bool]:
         """Add the buffers after one shard.
 
         Args:
             shard: The number of the shard.
             values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
-            starts: The value of each buffer before the shard.
             weight: The weight of the shard.
 
         Returns:
-            For each buffer whether the shard changed it.
+            For each buffer whether the shard may have changed it.
         """
-        shares: Tensors = [None] * len(values)
-        changed = [False] * len(values)
-        for index, (value, start, rule) in enumerate(zip(values, starts, self.rules, strict=True)):
-            if value is None or start is None:
+        shares: Tensors = [None] * len(self.packs)
+        may_differ = [True] * len(values)
+        present = [start if value is None else value for value, start in zip(values, self.starts, strict=True)]
+        for index, (pack, before) in enumerate(zip(self.packs, self.packed, strict=True)):
+            numbers = pack.pack(present)
+            changed = pack.changed(before, numbers)
+            if not isinstance(changed, Tensor) and not changed:
+                may_differ[index] = False
                 continue
-            first = self.firsts[index]
-            # Usually all shards change a counter alike, so that one comparison is enough.
-            is_first = first is not None and torch.equal(as_bits(value), as_bits(first))
-            if not is_first and torch.equal(as_bits(value), as_bits(start)):
-                continue
-            changed[index] = True
-            self.weights[index] += 1.0 if rule == "sum" else weight
-            if rule == "mean" and is_averaged(start):
-                shares[index] = as_real(value) * weight
-                continue
-            if rule == "sum":
-                shares[index] = as_real(value) - as_real(start)
-            if first is None:
-                # Cloned, because the replica writes the next shard's buffers to the same memory.
-                self.firsts[index] = value.clone()
-            elif rule in EXTREMES:
-                self.firsts[index] = EXTREMES[rule](first, value)
-            elif rule == "mean" and not is_first:
-                self.differing.add(index)
+            is_changed = pack.spread(changed) > 0
+            if pack.averaged:
+                # -0.0 is the neutral element of addition: x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+                shares[index] = _choose(is_changed, numbers * weight, -0.0)
+            else:
+                if pack.rule == "sum":
+                    zero = -0.0 if numbers.is_floating_point() else 0
+                    shares[index] = _choose(is_changed, numbers - before, zero)
+                self._keep_first(index, numbers, is_changed)
+            self.weights[index] = self.weights[index] + changed * (1.0 if pack.rule == "sum" else weight)
         self.weighted_sums.push(shard, shares)
-        return changed
+        return may_differ
+
+    def _keep_first(self, index: int, numbers: Tensor, is_changed: bool | Tensor) -> None:
+        """Take what buffers without a mean have been changed to as their value, or the smaller or larger one."""
+        kept, pack = self.firsts[index], self.packs[index]
+        if kept is None:
+            # Cloned, because the replica writes the next shard's buffers to the same memory.
+            self.firsts[index] = numbers.clone()
+            return
+        # The weight is above 0 as soon as one shard has changed the buffer.
+        has_first = pack.spread(self.weights[index]) > 0
+        if pack.rule == "mean" and self.compares:
+            differs = pack.changed(_choose(has_first & is_changed, kept, numbers), numbers)
+            self.differing[index] = self.differing[index] + differs
+        if pack.rule in EXTREMES:
+            kept = _choose(is_changed, EXTREMES[pack.rule](kept, numbers), kept)
+        self.firsts[index] = _choose(has_first, kept, numbers)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows which buffers have changed."""
+        return all(pack.owner is None for pack in self.packs)
 
     def resolve(self) -> BufferSum:
-        """Return this sum, for which no data has to be read from a device."""
-        return self
+        """Return the changes by buffer. This waits for the device, once for all buffers, if they are not known."""
+        read = [each for each in (*self.weights, *self.differing) if isinstance(each, Tensor)]
+        numbers = iter(torch.cat(read).tolist() if read else ())
+
+        def by_buffer(flags: Sequence[Number]) -> list[Number]:
+            found: list[Number] = [0.0] * len(self.starts)
+            for pack, flag in zip(self.packs, flags, strict=True):
+                for index in pack.indices:
+                    found[index] = next(numbers) if isinstance(flag, Tensor) else flag
+            return found
+
+        weights, differing = by_buffer(self.weights), by_buffer(self.differing)
+        sums = ShardSum(self.weighted_sums.first)
+        for partial in self.weighted_sums.partials:
+            sums.partials.append(PartialSum(partial.shard, self._split(partial.tensors, weights)))
+        pairs = zip(self._split(self.firsts, weights), self.starts, strict=True)
+        firsts = [None if first is None else from_real(first, start) for first, start in pairs]
+        return BufferSum(sums, weights, firsts, differing=differing)
+
+    def _split(self, packed: Tensors, weights: Sequence[Number]) -> Tensors:
+        """Return the numbers of each buffer in its shape; None for a buffer that no shard changed."""
+        found: Tensors = [None] * len(self.starts)
+        for pack, numbers in zip(self.packs, packed, strict=True):
+            if numbers is not None:
+                for index, part in zip(pack.indices, pack.split(numbers), strict=True):
+                    found[index] = part if weights[index] else None
+        return found
 
 
-def combine_known(
-    sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, found_inf: Tensor | None
+def combine_buffers(
+    sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, found_inf: Tensor | None = None
 ) -> None:
-    """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
+    """Write the combined buffers of all shards to the model, without waiting for a device.
 
     Args:
-        sums: One sum per device, in order of shards.
-        refs: The buffers of the model.
+        sums: One sum per device, in order of shards and all with the same packs. They are changed in place.
+        refs: The buffers of the model, which are written in place, each on its own device.
         weight: The total weight of all shards.
         found_inf: A tensor without dimensions. If it is above 0, the buffers keep their values.
+
+    Determinism: The bits depend only on the shards. Sums follow the tree and are divided once.
     """
+    buffers = [ref.get() for ref in refs]
+    packs = sums[0].packs or create_packs(buffers, [ref.rule for ref in refs], together=False)
+    homes = [pack.select(buffers)[0].device for pack in packs]
     partials = [
-        PartialSum(partial.shard, [_move(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)])
+        PartialSum(partial.shard, list(map(_on, partial.tensors, homes)))
         for device_sum in sums
         for partial in device_sum.weighted_sums.partials
     ]
-    for index, (ref, summed) in enumerate(zip(refs, total(partials), strict=True)):
-        target = ref.get()
-        if target is None:
+    for index, (pack, home, summed) in enumerate(zip(packs, homes, total(partials), strict=True)):
+        weights = [pack.spread(_on(each.weights[index], home)) for each in sums]
+        changed = sum(weights)
+        if not isinstance(changed, Tensor) and not changed:
             continue
-        value = merged_firsts(ref.rule, [each.firsts[index] for each in sums])
-        weights = sum(device_sum.weights[index] for device_sum in sums)
-        if summed is not None and ref.rule != "sum":
-            # Shards that left the buffer unchanged count with the old value, so that the weights of all shards add up.
-            absent = weight - weights
-            # Divided once, at the end. With `absent` equal to 0, adding 0 · target would still turn NaN and infinity
-            # into NaN.
-            value = from_real((summed if absent == 0 else summed + as_real(target) * absent) / weight, target)
-        elif summed is not None and weights > 1:
-            # The value of a single shard is used as it is, because x + (y - x) is not always y.
-            value = from_real(as_real(target) + summed, target)
-        if value is not None:
-            # `torch.where` instead of a condition, which would wait for the device.
-            new = value if found_inf is None else torch.where(to_device(found_inf, target.device) > 0, target, value)
-            target.copy_(new)
+        before, targets = pack.pack(buffers), pack.select(buffers)
+        if pack.averaged and summed is not None:
+            value = _mean(before, summed, weight, changed)
+        else:
+            firsts = [_on(each.firsts[index], home) for each in sums]
+            value = _first(weights, firsts, pack.rule)
+            if summed is not None:
+                # The value of a single shard is used as it is, because x + (y - x) is not always y.
+                value = _choose(changed > 1, before + summed, value)
+        keeps = changed == 0
+        if found_inf is not None:
+            keeps = keeps | (to_device(found_inf, home) > 0)
+        parts = pack.split(_choose(keeps, before, value))
+        torch._foreach_copy_(targets, list(map(from_real, parts, targets)))
+
+
+def _mean(before: Tensor, summed: Tensor, weight: float, changed: Number) -> Tensor:
+    """Return the mean over all shards, of which those that left a buffer unchanged count with the old value."""
+    absent = weight - changed
+    # As torch multiplies by a Python number: half precision in float32, rounded once.
+    wide = before.float() if before.itemsize < torch.float32.itemsize else before
+    share = absent.to(wide.dtype) if isinstance(absent, Tensor) else absent
+    # Selected, because 0 · NaN and 0 · infinity would not leave the sum unchanged.
+    return _choose(absent == 0, summed, summed + (wide * share).to(before.dtype)) / weight
+
+
+def _first(weights: Sequence[Number], firsts: Tensors, rule: BufferRule) -> Tensor:
+    """Return the value from the first device on which a shard changed a buffer, or the smallest or largest value."""
+    pairs = [(weight, as_real(first)) for weight, first in zip(weights, firsts, strict=True) if first is not None]
+    weight, chosen = pairs.pop()
+    has = weight > 0
+    for weight, first in reversed(pairs):
+        nearer = _choose(has, EXTREMES[rule](first, chosen), first) if rule in EXTREMES else first
+        chosen, has = _choose(weight > 0, nearer, chosen), has | (weight > 0)
+    return chosen
 
 
 def merged_firsts(rule: BufferRule, firsts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the first of the values that devices or ranks have found for a buffer, or their smallest or largest one.
+    """Return the value that a buffer without a mean gets from several devices or ranks, or None if none changed it.
 
     Args:
         rule: The rule of the buffer.
-        firsts: The values, in order of shards, as `BufferSum.firsts` holds them.
+        firsts: The value of each, in order of shards.
     """
     found = [first for first in firsts if first is not None]
     if rule in EXTREMES and found:
         return reduce(EXTREMES[rule], [to_device(first, found[0].device) for first in found])
     return found[0] if found else None
+
+
+def _choose(condition: bool | Tensor, value: Tensor, other: Tensor | float) -> Tensor:
+    """Return one of two values, on the device if the condition is there; if the host knows it, it is never a number."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, value, other)
+    return value if condition or not isinstance(other, Tensor) else other
+
+
+def _on(tensor: Any, device: torch.device) -> Any:
+    """Return a tensor on a device; anything else as it is."""
+    return to_device(tensor, device) if isinstance(tensor, Tensor) else tensor
 
 
 def is_averaged(buffer: Tensor) -> bool:
@@ -187,9 +417,3 @@ def as_bits(tensor: Tensor) -> Tensor:
         return tensor
     numbers = as_real(tensor)
     return numbers.view(_INTEGER_DTYPES[numbers.itemsize])
-
-
-def _move(tensor: Tensor | None, ref: BufferRef) -> Tensor | None:
-    """Move a tensor to the device of the buffer that it belongs to."""
-    target = ref.get()
-    return None if tensor is None or target is None else to_device(tensor, target.device)

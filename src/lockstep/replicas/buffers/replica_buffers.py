@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 from torch import nn
@@ -27,17 +27,20 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
-from lockstep.replicas.buffers.buffer_sums import BufferSum, as_real, combine_known, is_averaged
-from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
-from lockstep.tree import ShardSum, Tensors
+from lockstep.replicas.buffers.buffer_sums import (
+    BufferSum,
+    Pack,
+    as_real,
+    can_be_packed,
+    create_packs,
+    is_averaged,
+)
+from lockstep.tree import Tensors
 
 RUNNING_STATISTICS: Final = ("running_mean", "running_var")
 """The names that the layers of PyTorch give to averages over batches."""
 
 DIFFERING: Final = "shards leave different values there"
-
-AnyBufferSum: TypeAlias = BufferSum | DeferredBufferSum
-"""The sum of the changes of one device, whether or not the host knows which buffers were changed."""
 
 
 class ReplicaBuffers:
@@ -56,15 +59,15 @@ class ReplicaBuffers:
         self._sources = buffer_refs(original, rules)
         self._rules = [ref.rule for ref in self._sources]
         self._refs = buffer_refs(replica)
-        self._own = [ref.get() for ref in self._refs]
+        self._own = [own for ref in self._refs if (own := ref.get()) is not None]
         self.entries = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
         """All names of buffers and their tensors, including None; empty if the model has no buffers at all."""
-        self._start: Tensors = []
+        self._start: list[torch.Tensor] = []
         self._unchanged = [False] * len(self._refs)
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
 
-    def start_shards(self, first: int, *, deferred: bool = False, compares: bool = False) -> AnyBufferSum:
+    def start_shards(self, first: int, *, deferred: bool = False, compares: bool = False) -> BufferSum:
         """Prepare for a run of shards, during which the buffers of the original do not change.
 
         Args:
@@ -77,24 +80,20 @@ class ReplicaBuffers:
             An empty sum to collect the changes in.
         """
         if not self.entries:
-            return BufferSum(ShardSum(first), [], [])
-        self._start = [
-            None if own is None or (source := ref.get()) is None else source.detach().to(own.device)
-            for ref, own in zip(self._sources, self._own, strict=True)
-        ]
-        self._unchanged = [False] * len(self._refs)
+            return BufferSum.empty(first)
         sources = [source for ref in self._sources if (source := ref.get()) is not None]
-        # Decided by the original, so that all devices of all ranks use the same kind of sum.
+        self._start = [source.detach().to(own.device) for source, own in zip(sources, self._own, strict=True)]
+        self._unchanged = [False] * len(self._refs)
+        # Decided by the original, so that all devices of all ranks use the same packs.
         deferred = deferred or any(source.device.type != "cpu" for source in sources)
-        if deferred and all(map(can_be_packed, sources)):
-            return DeferredBufferSum.empty(first, self._start, self._packs(), compares=compares)
-        return BufferSum.empty(first, self._rules)
+        together = deferred and all(map(can_be_packed, sources))
+        return BufferSum.empty(first, self._start, self._packs(together=together), compares=compares or not together)
 
-    def _packs(self) -> list[Pack]:
-        """Return the positions of the buffers in packs, which are computed again only if their formats have changed."""
-        kinds = [None if start is None else (start.shape, start.dtype, start.device) for start in self._start]
+    def _packs(self, *, together: bool) -> list[Pack]:
+        """Return the packs of the buffers, which are created again only if their formats have changed."""
+        kinds = [together, *((start.shape, start.dtype, start.device) for start in self._start)]
         if kinds != self._packed_kinds:
-            self._packed_kinds, self._packed = kinds, create_packs(self._start, self._rules)
+            self._packed_kinds, self._packed = kinds, create_packs(self._start, self._rules, together=together)
         return self._packed
 
     def restore(self) -> None:
@@ -107,7 +106,7 @@ class ReplicaBuffers:
             # A forward may have called `requires_grad_()` on a buffer, as torch allows.
             (own.detach() if own.requires_grad else own, start)
             for own, start, unchanged in zip(self._own, self._start, self._unchanged, strict=True)
-            if own is not None and start is not None and not unchanged
+            if not unchanged
         ]
         if stale:
             owns, starts = zip(*stale, strict=True)
@@ -127,11 +126,7 @@ class ReplicaBuffers:
         Returns:
             For each of these the leaf tensor in which a backward stores its gradient.
         """
-        fresh = {
-            id(own): start.clone()
-            for own, start in zip(self._own, self._start, strict=True)
-            if own is not None and start is not None
-        }
+        fresh = {id(own): start.clone() for own, start in zip(self._own, self._start, strict=True)}
         leaves = [fresh[id(self._own[index])].requires_grad_() for index in trained]
         for index, leaf in zip(trained, leaves, strict=True):
             source = self._sources[index].get()
@@ -146,7 +141,7 @@ class ReplicaBuffers:
         """Return the tensors that the last shard has left, in the order of `buffer_refs`."""
         return [ref.get() for ref in self._refs]
 
-    def collect(self, shard: int, weight: float, into: AnyBufferSum) -> None:
+    def collect(self, shard: int, weight: float, into: BufferSum) -> None:
         """Add the buffers after one shard to a sum.
 
         Args:
@@ -160,12 +155,12 @@ class ReplicaBuffers:
         """
         left = [ref.get() for ref in self._refs]
         values: Tensors = [
-            None if value is None or start is None else _in_format_of(value, ref, start)
+            None if value is None else _in_format_of(value, ref, start)
             for value, ref, start in zip(left, self._refs, self._start, strict=True)
         ]
-        changed = into.add(shard, values, self._start, weight)
-        if isinstance(into, BufferSum) and into.differing:
-            raise rule_error(self._sources[min(into.differing)], DIFFERING)
+        changed = into.add(shard, values, weight)
+        if into.is_known and any(into.differing):
+            raise rule_error(self._sources[list(map(bool, into.differing)).index(True)], DIFFERING)
         self._unchanged = [
             not may_differ and value is own for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
@@ -184,32 +179,7 @@ def unpackable_buffer(model: nn.Module) -> str | None:
     return None
 
 
-def combine_buffers(
-    sums: Sequence[AnyBufferSum],
-    refs: Sequence[BufferRef],
-    *,
-    weight: float,
-    found_inf: torch.Tensor | None = None,
-) -> None:
-    """Write the combined buffers of all shards to the model, without waiting for a device.
-
-    Args:
-        sums: One sum per device, in order of shards and all of one type. They are changed in place.
-        refs: The buffers of the model, which are written in place, each on its own device.
-        weight: The total weight of all shards.
-        found_inf: A tensor without dimensions. If it is above 0, the buffers keep their values.
-
-    Determinism: The bits depend only on the shards. Sums follow the tree and are divided once.
-    """
-    packed = [each for each in sums if isinstance(each, DeferredBufferSum)]
-    if packed:
-        combine_packed(packed, refs, weight=weight, found_inf=found_inf)
-        return
-    known = [each for each in sums if isinstance(each, BufferSum)]
-    combine_known(known, refs, weight=weight, found_inf=found_inf)
-
-
-def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes: Sequence[int] = ()) -> None:
+def check_buffers(sums: Sequence[BufferSum], refs: Sequence[BufferRef], sizes: Sequence[int] = ()) -> None:
     """Check that the rules of buffers fit what shards have changed.
 
     Args:
@@ -221,9 +191,8 @@ def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes
         ValueError: If shards changed a buffer that has no mean to different values, or if the mean of a buffer would
             count the samples of one shard.
     """
-    resolved = [each.resolve() if sizes else each for each in sums]
-    known = [each for each in resolved if isinstance(each, BufferSum)]
-    differing = {index for each in known for index in each.differing}
+    known = [each.resolve() for each in sums if sizes or each.is_known]
+    differing = {index for each in known for index, flag in enumerate(each.differing) if flag}
     for index, ref in enumerate(refs if len(known) > 1 else ()):
         found = [first.cpu() for each in known if (first := each.firsts[index]) is not None]
         if ref.rule == "mean" and not all(torch.equal(each, found[0]) for each in found):

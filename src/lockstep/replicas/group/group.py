@@ -21,11 +21,10 @@ from lockstep.replicas.batch import (
     Inputs,
     ShardInputs,
     check_dims,
-    positional_names,
     read_input_modes,
 )
-from lockstep.replicas.binding import Description, InputBinding
 from lockstep.replicas.buffers import BufferRules, check_no_computed_buffers, trained_buffers
+from lockstep.replicas.group.bound_inputs import Description
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
@@ -182,9 +181,7 @@ class ReplicaGroup(ReplicaSet):
             output_dim = batch_dim if isinstance(batch_dim, int) else 0
         check_dims(output_dim, "output_dim")
         super().__init__(model, devices, workloads=workloads, timeout=timeout)
-        arguments = positional_names(model.forward)
-        self._binding = InputBinding(model, arguments, batch_dim, training=training)
-        self._signature = Signature(arguments, batch_dim)
+        self._signature = Signature(model, batch_dim, training=training)
         self._trains = training
         self._input_modes = read_input_modes(input_grads, grad_mode)
         self._forward: Forward | None = None
@@ -212,7 +209,7 @@ class ReplicaGroup(ReplicaSet):
             TypeError: If a description is not a pair of a name and a shape.
             ValueError: If a name occurs twice, numbers of samples differ, or the model cannot compute with the shapes.
         """
-        self._binding.bind(data, labels)
+        self._signature.bind(data, labels)
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> bool:
         """Change the shapes of bound inputs. Parameters and gradients are not changed.
@@ -228,7 +225,7 @@ class ReplicaGroup(ReplicaSet):
             OrderError: If no inputs are bound.
             ValueError: As in `bind`, or if names or numbers of dimensions differ. Nothing has changed in that case.
         """
-        changed = self._binding.reshape(data, labels)
+        changed = self._signature.reshape(data, labels)
         if changed:
             self._drop_forward()
         return changed
@@ -236,7 +233,7 @@ class ReplicaGroup(ReplicaSet):
     @property
     def batch_size(self) -> int:
         """The number of samples of the bound inputs, or else of the last forward; an OrderError if there is neither."""
-        bound = self._binding.bound
+        bound = self._signature.bound
         return self._last_forward().inputs.num_samples if bound is None else bound.num_samples
 
     @property
@@ -268,7 +265,7 @@ class ReplicaGroup(ReplicaSet):
                 buffer that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
-        inputs = self._signature.read_batch(batch, modes, self._binding.bound)
+        inputs = self._signature.read_batch(batch, modes)
         # Before the new forward, so that two graphs never take memory at the same time.
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
@@ -330,12 +327,12 @@ class ReplicaGroup(ReplicaSet):
         """Return the name and shape of each output for the whole batch, of the last forward or the next one.
 
         Before the first forward, and after a `reshape`, they are inferred from the bound shapes by a copy of the model,
-        on tensors without values or on zeros. This changes no state or random number, and calls no hook of yours.
+        on tensors without values. This changes no state or random number, and calls no hook of yours.
 
         Raises:
             OrderError: If there was no forward, and inputs are not bound or the shapes cannot be inferred.
         """
-        inferred = self._binding.output_shapes() if self._forward is None else None
+        inferred = self._signature.output_shapes() if self._forward is None else None
         if inferred is not None:
             return inferred
         names = self._last_forward().outputs.names
@@ -373,7 +370,7 @@ class ReplicaGroup(ReplicaSet):
             ValueError: If labels are for another number of samples, or `pad` leaves none. Nothing was counted then.
         """
         forward = self._last_forward()
-        read = self._signature.read_labels(labels, forward.inputs.num_samples, self._binding.bound)
+        read = self._signature.read_labels(labels, forward.inputs.num_samples)
         for outputs, target in metric_inputs(forward, self.devices, read, per_device=per_device, pad=pad):
             metric.update(outputs, target)
 

@@ -1,4 +1,4 @@
-"""Read the batch and the labels of a group's forward by the names and dimensions of the inputs."""
+"""The inputs of a group: what a batch and its labels hold, and their names and shapes if these are bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from operator import itemgetter
 from typing import Any, Final
 
 import torch
+from torch import nn
 
+from lockstep.errors import OrderError
 from lockstep.nest import call_arguments
 from lockstep.replicas.batch import (
     BatchDim,
@@ -15,9 +17,18 @@ from lockstep.replicas.batch import (
     Inputs,
     named_inputs,
     number_positions,
+    positional_names,
     read_inputs,
 )
-from lockstep.replicas.binding import BoundInputs
+from lockstep.replicas.group.bound_inputs import (
+    BoundInputs,
+    Description,
+    bound_inputs,
+    check_names,
+    check_same_inputs,
+    read_descriptions,
+)
+from lockstep.replicas.group.shape_inference import Shapes, infer_shapes
 
 PATH_OF: Final = itemgetter(0)
 
@@ -26,30 +37,83 @@ class Signature:
     """The inputs of a model, and the labels that belong to them.
 
     Args:
-        arguments: The names of the positional arguments of a call, unless other inputs are expected.
+        model: The model that is called with the inputs. It is not modified.
         batch_dim: The dimension that counts samples, for all inputs or by name.
+        training: Whether shapes are tried in training mode first.
     """
 
-    def __init__(self, arguments: Sequence[str], batch_dim: BatchDim) -> None:
-        self._names = arguments
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, *, training: bool) -> None:
+        self._model = model
+        self._arguments = positional_names(model.forward)
         self._batch_dim = batch_dim
+        self._training = training
+        self.bound: BoundInputs | None = None
+        """The names and shapes that are bound, or None before `bind`."""
 
-    def read_batch(self, batch: Any, modes: InputModes, expected: BoundInputs | None) -> Inputs:
+    def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
+        """Fix names and shapes, as `ReplicaGroup.bind` describes.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
+        if self.bound is not None:
+            raise OrderError("Inputs are bound once; call reshape to change their shapes.")
+        shapes = read_descriptions(data, labels)
+        check_names([path for each in shapes for path in each], self._batch_dim, self._arguments)
+        bound = bound_inputs(*shapes, self._batch_dim)
+        self._check_shapes(bound, bound.paths)
+        self.bound = bound
+
+    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
+        """Change shapes, as `ReplicaGroup.reshape` describes, and return whether one of them has changed.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
+        before = self.bound
+        if before is None:
+            raise OrderError("reshape must follow bind, which names the inputs.")
+        shapes = read_descriptions(data, labels)
+        check_same_inputs(before, *shapes)
+        bound = bound_inputs(*shapes, self._batch_dim)
+        self._check_shapes(bound, [path for path in bound.paths if bound.differs(before, path)])
+        # After all checks, so that an error changes nothing.
+        self.bound = bound
+        return bound != before
+
+    def _check_shapes(self, bound: BoundInputs, suspects: Sequence[str]) -> None:
+        error = infer_shapes(self._model, bound, self._arguments, training=self._training)[1] if suspects else None
+        if error is not None:
+            got = ", ".join(f"{path} {(bound.data | bound.labels)[path]}" for path in suspects)
+            names = ", ".join(f"`{path}`" for path in suspects)
+            raise ValueError(
+                f"{names} must have a shape that the model can compute with, got {got}: {type(error).__name__}: {error}"
+            ) from error
+
+    def output_shapes(self) -> Shapes | None:
+        """Return the name and shape of each output for the bound inputs, or None if they cannot be inferred."""
+        if self.bound is None:
+            return None
+        return infer_shapes(self._model, self.bound, self._arguments, training=self._training)[0]
+
+    def read_batch(self, batch: Any, modes: InputModes) -> Inputs:
         """Read the batch of a forward.
 
         Args:
             batch: A tuple or list of positional arguments, a dict of keyword arguments, or the only argument.
             modes: The gradient modes of the inputs.
-            expected: The inputs that are bound, or None if none are.
 
         Raises:
             ValueError: If the batch differs from the bound inputs, its dimensions do not fit, or `modes` names an input
                 that does not exist.
         """
         args, kwargs = call_arguments(batch)
+        expected = self.bound
         absent = [] if expected is None else expected.paths
         if expected is None:
-            names = number_positions(self._names, len(args))
+            names = number_positions(self._arguments, len(args))
         else:
             names = expected.arguments[: len(args)]
             if len(args) > len(names):
@@ -66,19 +130,18 @@ class Signature:
 
         return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
-    def read_labels(self, labels: Any, num_samples: int, expected: BoundInputs | None) -> Inputs:
+    def read_labels(self, labels: Any, num_samples: int) -> Inputs:
         """Read labels along the dimensions of the bound labels, or else along the first dimension.
 
         Args:
             labels: A tuple or list of labels, a dict of labels by name, or the only label.
             num_samples: The number of samples of the forward.
-            expected: The inputs that are bound, or None if none are.
 
         Raises:
             ValueError: If the labels are for another number of samples.
         """
         args, kwargs = call_arguments(labels)
-        bound = [] if expected is None else expected.label_arguments
+        bound = [] if self.bound is None else self.bound.label_arguments
         names = [*bound, *(f"labels[{index}]" for index in range(len(bound), len(args)))][: len(args)]
         read = read_inputs(
             args,
@@ -86,7 +149,7 @@ class Signature:
             list(named_inputs(args, kwargs, names)),
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
-            absent=[] if expected is None else expected.paths,
+            absent=[] if self.bound is None else self.bound.paths,
             argument="labels",
         )
         if read.num_samples != num_samples:

@@ -29,7 +29,7 @@ from lockstep.replicas.batch import (
     positional_names,
     read_inputs,
 )
-from lockstep.replicas.buffers import BufferRules, check_rules, trained_buffers
+from lockstep.replicas.buffers import BufferRules, check_rules
 from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
 from lockstep.replicas.modules.nccl import BroadcastingSet
 from lockstep.replicas.modules.on_device import ModuleWrapper
@@ -391,16 +391,8 @@ class DataParallel(ModuleWrapper):
         output_dim = self._output_dim()
         main = self.devices[0] if self.output_device is None else self.output_device
         if torch.is_grad_enabled() and not self.parallel_backward:
-            trained = [each for each in self.module.parameters() if each.requires_grad]
-            buffers = trained_buffers(self.module)
             forward = attached_forward(
-                running.passes,
-                inputs,
-                trained,
-                buffers,
-                num_shards=self.num_shards,
-                output_dim=output_dim,
-                flat=self._flat,
+                running.passes, inputs, num_shards=self.num_shards, output_dim=output_dim, flat=self._flat
             )
             return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
         with _without_checkpoint_hooks():

@@ -8,53 +8,20 @@ gradients of the aliases are summed in the order of the tree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
-from lockstep import nest
 from lockstep.plan import Shard
-from lockstep.replicas.batch import BatchDim, Inputs, ShardInputs
-from lockstep.replicas.buffers import TrainedBuffer, all_buffer_refs, buffer_refs
+from lockstep.replicas.batch import BatchDim, Inputs
+from lockstep.replicas.buffers import trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
 from lockstep.replicas.passes import Forward, ForwardBackward, ShardHooks, shards_of_batch
 from lockstep.tree import PartialSum, total
-
-
-@dataclass(frozen=True, slots=True)
-class DifferentiableInputs(Inputs):
-    """Inputs whose parts belong to the graph of the caller."""
-
-    attached: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> DifferentiableInputs:
-        """Return inputs as differentiable inputs.
-
-        Args:
-            inputs: Inputs whose parts are detached.
-        """
-        parts = (inputs.tensors, inputs.dims, inputs.requires_grad, inputs.num_samples)
-        return cls(inputs.args, inputs.kwargs, inputs.names, *parts)
-
-    def shard_inputs(self, samples: range, device: torch.device) -> ShardInputs:
-        """Return the arguments for a run of samples, as views and copies that autograd records.
-
-        Args:
-            samples: The samples of the shard.
-            device: The device of the shard.
-        """
-        inputs = iter(
-            [
-                (tensor if dim is None else tensor.narrow(dim, samples.start, len(samples))).to(device)
-                for tensor, dim in zip(self.tensors, self.dims, strict=True)
-            ]
-        )
-        args, kwargs = nest.map_tensors(lambda _: next(inputs), (self.args, self.kwargs))
-        return ShardInputs(args, kwargs, [None] * len(self.tensors))
 
 
 class Aliases(torch.autograd.Function):
@@ -119,8 +86,8 @@ class AliasHooks:
     """A `ShardHooks` that makes shards compute with aliases of the parameters of the model.
 
     Args:
-        parameters: The parameters of the model that require a gradient.
-        buffers: The buffers of the model that require a gradient.
+        trained: The parameters of the model that require a gradient, and then such buffers, by name.
+        num_parameters: How many of these are parameters.
         devices: The device of each shard, by index.
         inner: Other hooks to run inside of this one, or None.
         flat: The flattened parameters whose gradients are kept end to end, or None.
@@ -128,22 +95,21 @@ class AliasHooks:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        buffers: Sequence[TrainedBuffer],
+        trained: Mapping[str, torch.Tensor],
+        num_parameters: int,
         devices: Mapping[int, torch.device],
         inner: ShardHooks | None,
         flat: FlattenedParameters | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            list(devices.values()),
-            flat,
-            len(parameters),
-            *parameters,
-            *(buffer.tensor for buffer in buffers),
+            list(devices.values()), flat, num_parameters, *trained.values()
         )
-        size = len(parameters) + len(buffers)
-        self._buffers = [buffer.index for buffer in buffers]
-        self._aliases = {shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)}
+        size = len(trained)
+        self._buffers = list(trained)[num_parameters:]
+        self._aliases = {
+            shard: dict(zip(trained, aliases[number * size : (number + 1) * size], strict=True))
+            for number, shard in enumerate(devices)
+        }
         self._inner = inner
 
     @contextmanager
@@ -155,40 +121,15 @@ class AliasHooks:
             shard: The shard.
             replica: The replica.
         """
-        own = [parameter for parameter in replica.parameters() if parameter.requires_grad]
-        aliases = self._aliases[shard.index]
-        alias_of = {id(each): alias for each, alias in zip(own, aliases[: len(own)], strict=True)}
-        refs = [
-            (module._parameters, name, parameter)
-            for module in replica.modules()
-            for name, parameter in module._parameters.items()
-            if id(parameter) in alias_of
-        ]
-        with ExitStack() as stack:
-            for parameters, name, parameter in refs:
-                # Registered before the replacement, so that an error in between leaves no alias behind.
-                stack.callback(parameters.__setitem__, name, parameter)
-                parameters[name] = alias_of[id(parameter)]  # type: ignore[assignment]  # any tensor computes
-            stack.enter_context(self._copied_buffers(replica, aliases[len(own) :]))
-            if self._inner is not None:
-                stack.enter_context(self._inner.forward(place, shard, replica))
+        aliases = self._aliases[shard.index].copy()
+        inner = nullcontext() if self._inner is None else self._inner.forward(place, shard, replica)
+        with _reparametrize_module(replica, aliases, tie_weights=True), inner:
             yield
-
-    @contextmanager
-    def _copied_buffers(self, replica: nn.Module, copies: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Return a context manager that replaces trained buffers by copies, and detaches what a shard leaves there."""
-        refs = buffer_refs(replica) if copies else []
-        copy_of = {id(refs[index].get()): each for index, each in zip(self._buffers, copies, strict=True)}
-        replaced = [ref for ref in all_buffer_refs(replica) if id(ref.get()) in copy_of] if copies else []
-        for ref in replaced:
-            ref.set(copy_of[id(ref.get())])
-        try:
-            yield
-        finally:
-            for ref in replaced:
-                # Detached, because the graph of this shard must not become part of the graph of the next shard.
-                left = ref.get()
-                ref.set(None if left is None else left.detach())
+        for name in self._buffers:
+            path, _, own = name.rpartition(".")
+            # Torch has stored there what the shard left. Detached, because the graph of this shard must not become part
+            # of that of the next one.
+            replica.get_submodule(path)._buffers[own] = aliases[name].detach()
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Return a context manager without effect, because backward is run by autograd.
@@ -205,30 +146,29 @@ class AliasHooks:
 def attached_forward(
     passes: ForwardBackward,
     inputs: Inputs,
-    parameters: Sequence[nn.Parameter],
-    buffers: Sequence[TrainedBuffer],
     *,
     num_shards: int | None,
     output_dim: BatchDim,
     flat: FlattenedParameters | None,
 ) -> Forward:
-    """Run forward on all shards as a part of the graph of the caller.
+    """Run a forward whose outputs belong to the autograd graph of the caller.
 
     Args:
-        passes: The object that runs forward.
-        inputs: The batch.
-        parameters: The parameters of the model that require a gradient.
-        buffers: The buffers of the model that require a gradient.
+        passes: The object that runs shards on the replicas.
+        inputs: The inputs to split.
         num_shards: The number of shards, or None for one per device.
-        output_dim: The dimensions along which outputs are merged.
+        output_dim: The dimension that counts samples in the outputs.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
-    replicas = passes.replicas
+    replicas, model = passes.replicas, passes.replicas.model
     shards = shards_of_batch(inputs.num_samples, num_shards, tuple(replicas.workloads))
     devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
+    parameters: dict[str, torch.Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    buffers = {each.name: each.tensor for each in trained_buffers(model)}
     inner = passes.shard_hooks
-    passes.shard_hooks = AliasHooks(parameters, buffers, devices, inner, flat)
+    passes.shard_hooks = AliasHooks(parameters | buffers, len(parameters), devices, inner, flat)
     try:
-        return passes.forward(DifferentiableInputs.of(inputs), num_shards=num_shards, output_dim=output_dim)
+        attached = replace(inputs, attached=True, requires_grad=[False] * len(inputs.tensors))
+        return passes.forward(attached, num_shards=num_shards, output_dim=output_dim)
     finally:
         passes.shard_hooks = inner

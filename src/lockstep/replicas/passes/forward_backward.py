@@ -24,9 +24,9 @@ from lockstep.metrics import collecting
 from lockstep.plan import Shard
 from lockstep.replicas.batch import BatchDim, Inputs, Outputs, ShardForward, read_outputs
 from lockstep.replicas.buffers import (
-    AnyBufferSum,
     BufferRef,
     BufferRules,
+    BufferSum,
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
@@ -291,7 +291,7 @@ class ForwardBackward:
 
     def _forward(
         self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
-    ) -> list[AnyBufferSum]:
+    ) -> list[BufferSum]:
         """Run forward on all devices from a calling thread that has the right settings."""
         tasks: list[ForwardTask | None] = [None] * len(forward.shards)
         interruptible = interrupts.interruptible
@@ -348,7 +348,7 @@ class ForwardBackward:
         return tasks
 
     @torch.no_grad()
-    def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
+    def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
         """Write the combined buffers of the shards to the model."""
         check_buffers(sums, self._buffer_refs)
         combine_buffers(sums, self._buffer_refs, weight=weight)

@@ -14,7 +14,7 @@ from lockstep import plan
 from lockstep.plan import Piece
 from lockstep.precision import resolve_conj_neg, to_device
 from lockstep.replicas.pool import ReplicaSet, ThreadSettings
-from lockstep.tree import PartialSum, Tensors, merge_order, total
+from lockstep.tree import PartialSum, Tensors, total
 
 MIN_PARALLEL_ELEMENTS: Final = 400_000
 """The number of elements from which several threads sum. With fewer, one thread is done before a second one starts."""
@@ -57,43 +57,27 @@ class TreeSum:
             The sum, with one entry per parameter: None if no shard had one, or the partial sum itself if there is only
             one.
         """
-        # Partial sums stay on their devices until here, where they are needed in one place.
-        if self._several:
-            partials = move_partials(partials, self._replicas.devices[0])
-        if len(partials) == 1:
-            return partials[0].tensors
-        if not (self.is_parallel and self._can_be_sliced(partials)):
-            return _total_out_of_place(partials) if keep else total(partials)
-        roots = _new_roots(partials) if keep else _roots(partials)
-
-        def add(place: int) -> None:
-            pieces = self._slices[place]
-            # Slices do not overlap, so threads can write to the same tensors without a lock.
-            views = _slice_of(partials, pieces)
-            if not keep:
-                total(views)
-                return
-            for index, piece in enumerate(pieces):
-                into = roots[piece.tensor]
-                if into is not None:
-                    _add_out_of_place([(each.shard, each.tensors[index]) for each in views], _view(into, piece))
-
-        self._replicas.run(add)
-        return roots
+        if keep and len(partials) > 1:
+            partials = [
+                PartialSum(each.shard, [None if tensor is None else tensor.clone() for tensor in each.tensors])
+                for each in partials
+            ]
+        return self.reduce(partials, _leave, None)[0]
 
     def reduce(
-        self, partials: Sequence[PartialSum], finish: Finish[Result], settings: ThreadSettings
+        self, partials: Sequence[PartialSum], finish: Finish[Result], settings: ThreadSettings | None
     ) -> tuple[Tensors, list[Result]]:
         """Sum the partial sums of all devices and process the sum, slice by slice while it is in the caches.
 
         Args:
             partials: The partial sums in ascending order of shards. They are changed in place.
             finish: The function to call with the sums of each slice.
-            settings: The settings under which the calling thread computes.
+            settings: The settings under which the calling thread computes, or None for those that it has now.
 
         Returns:
             The finished sum, with one entry per parameter, and the results of `finish` for the slices.
         """
+        # Partial sums stay on their devices until here, where they are needed in one place.
         if self._several:
             partials = move_partials(partials, self._replicas.devices[0])
         if not (self.is_parallel and self._can_be_sliced(partials)):
@@ -182,16 +166,6 @@ def _roots(partials: Sequence[PartialSum]) -> Tensors:
     return found
 
 
-def _new_roots(partials: Sequence[PartialSum]) -> Tensors:
-    """Return new tensors for the sums of parameters that have several partial sums."""
-    # Found before any addition, because `add_into` takes over tensors that only the right operand has.
-    roots = _roots(partials)
-    for index, root in enumerate(roots):
-        if root is not None and sum(partial.tensors[index] is not None for partial in partials) > 1:
-            roots[index] = torch.empty_like(root)
-    return roots
-
-
 def _slice_of(partials: Sequence[PartialSum], pieces: Sequence[Piece]) -> list[PartialSum]:
     """Return views of one slice of all partial sums."""
     return [
@@ -207,33 +181,5 @@ def _view(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop]
 
 
-def _add_out_of_place(parts: Sequence[tuple[int, torch.Tensor | None]], into: torch.Tensor) -> None:
-    """Write the sum of tensors to another tensor and leave them unchanged.
-
-    Args:
-        parts: The tensors with the numbers of their first shards, in ascending order.
-        into: The tensor to write to.
-    """
-    present = [(shard, tensor) for shard, tensor in parts if tensor is not None]
-    if len(present) == 1:
-        # The tensor is its own sum, as `_new_roots` has decided.
-        return
-    sums = [tensor for _, tensor in present]
-    new = set[int]()
-    *rest, (first, last) = merge_order([shard for shard, _ in present])
-    for left, right in rest:
-        # Only a result of this function may be written to; the first addition to a tensor allocates one.
-        sums[left] = torch.add(sums[left], sums[right], out=sums[left] if left in new else None)
-        new.add(left)
-    torch.add(sums[first], sums[last], out=into)
-
-
-def _total_out_of_place(partials: Sequence[PartialSum]) -> Tensors:
-    """Sum partial sums like `tree.total`, and leave them unchanged."""
-    sums = [partial.tensors for partial in partials]
-    for into, other in merge_order([partial.shard for partial in partials]):
-        sums[into] = [
-            right if left is None else left if right is None else left + right
-            for left, right in zip(sums[into], sums[other], strict=True)
-        ]
-    return sums[0]
+def _leave(_: list[torch.Tensor]) -> None:
+    """Finish a sum that is complete as it is."""

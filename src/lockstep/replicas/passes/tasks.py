@@ -15,7 +15,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.batch import Inputs, ShardForward
-from lockstep.replicas.buffers import AnyBufferSum
+from lockstep.replicas.buffers import BufferSum
 from lockstep.replicas.passes.leaks import check_no_inner_backward
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import resume_stream, stream_position
@@ -108,7 +108,7 @@ class ForwardTask:
     hooks: ShardHooks | None
     interruptible: AbstractContextManager[None]
     keeps_graph: bool
-    buffer_sum: AnyBufferSum
+    buffer_sum: BufferSum
     observers: Observers | None = None
     trained_buffer_indices: Sequence[int] = ()
     results: list[ShardForward] = field(default_factory=list)

@@ -13,7 +13,7 @@ from lockstep.data import Fingerprint
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
 from lockstep.precision import CurrentScale, first_nonfinite, nonfinite_flags
-from lockstep.replicas import AnyBufferSum
+from lockstep.replicas import BufferSum
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, OverflowCheck
@@ -159,7 +159,7 @@ class Attempt:
     device_tasks: Sequence[DeviceGradientTask] = ()
     gradients: Tensors = field(default_factory=list)
     slices_are_finite: Sequence[bool | None] = ()
-    buffer_sums: Sequence[AnyBufferSum] = ()
+    buffer_sums: Sequence[BufferSum] = ()
     buffer_weight: int = 0
     reports: Sequence[ShardReport] = ()
     carried: Sequence[torch.Tensor] | None = None

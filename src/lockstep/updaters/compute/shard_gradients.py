@@ -20,7 +20,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
+from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute.merging import GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
@@ -169,7 +169,7 @@ class DeviceGradientTask:
     last: Shard | None
     observers: Observers
     gradients: ShardSum
-    buffer_sum: AnyBufferSum
+    buffer_sum: BufferSum
     reports: list[ShardReport] = field(default_factory=list)
     buffer_weight: int = 0
     spoiled: bool = False

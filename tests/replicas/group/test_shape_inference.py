@@ -78,12 +78,6 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Shapes]] = {
         [("loss", ()), ("scores", (6, 3))],
     ),
     "no labels": (Loss, {"data": [("x", (6, 5))]}, [("scores", (6, 3))]),
-    "looking at values": (Looking, {"data": [("x", (6, 5))]}, [("output", (6, 2))]),
-    "nested": (
-        Nested,
-        {"data": [("pair[0]", (6, 5)), ("pair[1]", (6, 1)), ("extra['mask']", (6, 5))]},
-        [("output[0]", (6, 5)), ("output[1]", (6, 5))],
-    ),
     "recurrent": (Recurrent, {"data": [("x", (6, 9, 4))]}, [("output", (6, 9, 2))]),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.Linear(5, 3)),
@@ -116,7 +110,7 @@ def test_shapes_are_known_before_the_first_forward(name: str) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["linear", "labels", "nested", "recurrent", "whole numbers"])
+@pytest.mark.parametrize("name", ["linear", "labels", "recurrent", "whole numbers"])
 def test_shapes_are_those_that_the_forward_gives(name: str) -> None:
     make, described, expected = KNOWN[name]
     with ls.ReplicaGroup(make(), TWO) as group:
@@ -128,9 +122,6 @@ def test_shapes_are_those_that_the_forward_gives(name: str) -> None:
 def batch_of(described: dict[str, Any]) -> Any:
     """Make zeros of the described shapes."""
     shapes = dict([*described["data"], *described.get("labels", [])])
-    if "pair[0]" in shapes:
-        zeros = [torch.zeros(shape) for shape in shapes.values()]
-        return ((zeros[0], zeros[1]), {"mask": zeros[2]})
     whole = {"tokens", "target"}
     return tuple(
         torch.zeros(shape, dtype=torch.long if path in whole else torch.float32) for path, shape in shapes.items()
@@ -169,6 +160,31 @@ def test_what_depends_on_values_is_not_refused() -> None:
             group.output_shapes()
         group.forward(torch.ones(6, 5))
         assert group.output_shapes() == [("output", (6, 5))]
+
+
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, Shapes]] = {
+    "looking at values": (Looking, {"data": [("x", (6, 5))]}, torch.ones(6, 5), [("output", (6, 2))]),
+    "nested": (
+        Nested,
+        {"data": [("pair[0]", (6, 5)), ("pair[1]", (6, 1)), ("extra['mask']", (6, 5))]},
+        ((torch.ones(6, 5), torch.ones(6, 1)), {"mask": torch.ones(6, 5)}),
+        [("output[0]", (6, 5)), ("output[1]", (6, 5))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_shapes_that_are_not_known_come_with_a_forward(name: str) -> None:
+    make, described, batch, expected = UNKNOWN[name]
+    with ls.ReplicaGroup(make(), TWO) as group:
+        before = torch.get_rng_state(), random.getstate()
+        group.bind(**described)
+        with pytest.raises(ls.OrderError, match="A forward must come first"):
+            group.output_shapes()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        group.forward(batch)
+        assert group.output_shapes() == expected
 
 
 def test_a_model_with_devices_of_its_own_is_asked_nothing() -> None:

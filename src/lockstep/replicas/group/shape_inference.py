@@ -1,0 +1,99 @@
+"""Infer the shapes that a model returns for inputs of given shapes, without side effects.
+
+A copy of the model is run on tensors that have shapes but no values, those of the device "meta", and random states are
+restored. This is inconclusive if the model looks at values. The dtypes of the inputs are not known, so floating-point
+inputs are tried before integer ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import product
+from typing import Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.replicas.batch import named_outputs
+from lockstep.replicas.group.bound_inputs import BoundInputs
+from lockstep.replicas.modules import ModuleWrapper
+from lockstep.replicas.pool import HOOK_NAMES, copy_model
+from lockstep.streams import restored_generators
+
+MAX_MIXED_INPUTS: Final = 4
+"""Up to this number of inputs, all mixtures of floating-point and integer inputs are tried. Beyond, all inputs have the
+same dtype."""
+
+META: Final = torch.device("meta")
+
+Shapes: TypeAlias = "list[tuple[str, tuple[int, ...]]]"
+"""The name and shape of each output for the whole batch."""
+
+
+def infer_shapes(
+    model: nn.Module, bound: BoundInputs, arguments: Sequence[str], *, training: bool
+) -> tuple[Shapes | None, Exception | None]:
+    """Infer the shapes of outputs.
+
+    Args:
+        model: The model. It is not modified, and its hooks are not called, except for those of torch that compute its
+            weights.
+        bound: The shapes of the inputs. Calls are tried with the labels as arguments, and without them.
+        arguments: The names of the positional arguments of the model.
+        training: Whether training mode is tried first.
+
+    Returns:
+        The shapes, or None if they cannot be inferred; and the error of the model if the shapes are the reason.
+    """
+    # A path leads into a nest of an unknown kind. A wrapper has devices of its own, and possibly threads. Lazy
+    # parameters have no shapes yet.
+    if (
+        bound.arguments != bound.paths
+        or any(isinstance(module, ModuleWrapper) for module in model.modules())
+        or any(map(is_lazy, model.parameters()))
+    ):
+        return None, None
+    copied = _without_own_hooks(copy_model(model, META, lambda _: False))
+    shapes, errors = bound.data | bound.labels, list[Exception]()
+    # The compiler is slow to import, so it is disabled only if it has been imported already.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, restored_generators(), torch.no_grad(), META:
+        for mode, dtypes in product(dict.fromkeys((training, False)), _input_dtypes(model, bound)):
+            copied.train(mode)
+            tensors = {path: torch.zeros(shapes[path], dtype=dtype) for path, dtype in dtypes.items()}
+            try:
+                by_name = tensors.keys() <= set(arguments)
+                returned = copied(**tensors) if by_name else copied(*tensors.values())
+            except Exception as error:  # noqa: BLE001 - errors of the user's code are the result
+                errors.append(error)
+            else:
+                return [(name, tuple(tensor.shape)) for name, tensor in named_outputs(returned)], None
+    # Whether the model would raise such an error for tensors with values, too, is not known.
+    if any(isinstance(error, NotImplementedError) or "meta" in str(error).lower() for error in errors):
+        return None, None
+    # An error about a wrong dtype explains less than one about a shape.
+    return None, next((error for error in errors if "scalar type" not in str(error)), errors[0])
+
+
+def _input_dtypes(model: nn.Module, bound: BoundInputs) -> Iterator[dict[str, torch.dtype]]:
+    """Yield the dtypes that inputs may have, by path, with the most common ones first."""
+    model_dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
+    both = (next(model_dtypes, torch.get_default_dtype()), torch.int64)
+    for labels in (list(bound.labels), []) if bound.labels else ([],):
+        # Labels are most often integers, so these come first.
+        kinds = [both] * len(bound.data) + [both[::-1]] * len(labels)
+        for dtypes in product(*kinds) if len(kinds) <= MAX_MIXED_INPUTS else zip(*kinds, strict=True):
+            yield dict(zip((*bound.data, *labels), dtypes, strict=True))
+
+
+def _without_own_hooks(model: nn.Module) -> nn.Module:
+    """Remove the hooks of a model that do not come from torch, and return it."""
+    for module in model.modules():
+        for hooks in (vars(module)[name] for name in HOOK_NAMES):
+            for key, hook in list(hooks.items()):
+                if not type(hook).__module__.startswith("torch."):
+                    del hooks[key]
+    return model
