@@ -89,22 +89,28 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     return Fingerprint(checksum, about, own)
 
 
-def _read(tensor: torch.Tensor) -> Any:
-    """Return the memory of the elements that are compared; empty if the host cannot read them without waiting."""
+def _runs(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the memory of the elements that are compared; nothing if the host cannot read them without waiting."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
-        return b""
-    rows = [tensor.detach()]
-    if tensor.numel() > NUM_ROWS * RUN:
-        size = tensor.numel() // len(tensor)
-        last = max(0, size - RUN)
+        return
+    tensor, length = tensor.detach(), tensor.numel()
+    row, starts, columns = length, [0], [0]
+    if length > NUM_ROWS * RUN:
+        row, length = length // len(tensor), RUN
         starts = [number * len(tensor) // NUM_ROWS for number in range(NUM_ROWS)]
-        columns = [number * last // (NUM_ROWS - 1) for number in range(NUM_ROWS)]
-        # A run goes on in the rows after its own if they are shorter.
-        rows = [tensor.detach()[start : start + -(-RUN // size)] for start in starts]
-        rows = [row.reshape(-1)[column : column + RUN] for row, column in zip(rows, columns, strict=True)]
-    # A conjugated or negated tensor may be a flag on memory with other values.
-    flat = torch.cat([row.resolve_conj().resolve_neg().reshape(-1) for row in rows])
-    return flat.view(torch.uint8).numpy().data
+        columns = [number * max(0, row - RUN) // (NUM_ROWS - 1) for number in range(NUM_ROWS)]
+    # A conjugated or negated tensor may be a flag on memory with other values; a single element may have any stride.
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or length == 1:
+        if len(starts) > 1:
+            # A run goes on in the rows after its own if they are shorter.
+            height = -(-RUN // row)
+            tensor = torch.cat([tensor[start : start + height] for start in starts])
+            starts = [number * height for number in range(NUM_ROWS)]
+        tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    memory = tensor.view(-1).view(torch.uint8).numpy().data
+    for start, column in zip(starts, columns, strict=True):
+        first = (start * row + column) * tensor.itemsize
+        yield memory[first : first + length * tensor.itemsize]
 
 
 def _of_values(samples: Sequence[Any], checksum: int) -> int:
@@ -118,7 +124,7 @@ def _parts(value: Any) -> Iterator[Any]:
     """Yield the bytes of the values in a sample, except for values whose bytes may differ between processes."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield _read(value)
+        yield from _runs(value)
     elif isinstance(value, str | int | float | bytes | None):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
