@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.iterator import Iterator, TrackingIterator
+from lockstep.data.iterator import Iterator
 from lockstep.data.samples import Samples
 from lockstep.data.source import BatchSource, Source, SourceCursor, check_source
 from lockstep.errors import OrderError, StateError
@@ -19,7 +19,7 @@ BatchesOf: TypeAlias = Literal["tensors", "samples"]
 
 
 @final
-class IterableBatches(TrackingIterator):
+class IterableBatches(Iterator):
     """Iterates over the batches of any iterable: a DataLoader, a list, a generator, or a function that returns one.
 
     An iterable that can be iterated over again is repeated, epoch after epoch. A generator, or any other iterator,
@@ -212,7 +212,7 @@ class IterableBatches(TrackingIterator):
         if num_batches is not None and state["position"] >= num_batches:
             rule = f"must lie in 0..{num_batches - 1}, because `source` holds {num_batches} batches"
             raise StateError(f"`position` {rule}, got {state['position']}.")
-        if state["source"] is not None and not self._source.resumable:
+        if state["source"] is not None and self._source.resumable is None:
             raise StateError("`source` must have `load_state_dict`, because its own state was saved.")
         return SourceCursor(state["epoch"], state["position"], state["source"])
 

@@ -113,36 +113,30 @@ class BatchSource:
 
     Args:
         source: An iterable, or a function that returns one.
-        name: The name of the argument in error messages.
 
     Raises:
         TypeError: If it is neither, or cannot contain batches.
         ValueError: If it is empty.
     """
 
-    def __init__(self, source: Source, name: str = "source") -> None:
-        check_source(source, name)
+    def __init__(self, source: Source) -> None:
+        check_source(source, "source")
         self._source: Any = source
         # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
-        self._resumable = _as_resumable(source)
-        self._name = name
+        self.resumable = source if isinstance(source, Resumable) else None
+        """The source, if it can save its position."""
         self.one_shot = isinstance(source, PythonIterator)
         """Whether it can be iterated over only once, and therefore has one epoch."""
         self.num_batches = _length(source)
         """The number of batches per epoch, or None if the source has no length."""
         if self.num_batches == 0:
-            raise ValueError(f"`{name}` must hold at least one batch, got none.")
+            raise ValueError("`source` must hold at least one batch, got none.")
         self._cursor = SourceCursor()
         self._stream: PythonIterator[Any] | None = None
         self._lookahead: list[Any] = []
         self._broken = False
         self.started = False
         """Whether the source has been iterated over."""
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the source can save its position."""
-        return self._resumable is not None
 
     def go_to(self, cursor: SourceCursor) -> None:
         """Continue after this cursor; the current iteration is dropped."""
@@ -160,12 +154,12 @@ class BatchSource:
         """
         if self._broken:
             remedy = "Create a new one, or pass a function that does."
-            raise OrderError(f"`{self._name}` raised an error, and an iterator cannot be restarted. {remedy}")
+            raise OrderError(f"`source` raised an error, and an iterator cannot be restarted. {remedy}")
         try:
             batch, cursor = self._pull(self._cursor)
         except BaseException:
             # A generator that has raised is finished: its end must not pass for the end of the epoch.
-            self._broken = self.one_shot and self.started and not self.resumable
+            self._broken = self.one_shot and self.started and self.resumable is None
             self.go_to(self._cursor)
             raise
         self._cursor = cursor
@@ -176,7 +170,7 @@ class BatchSource:
         stream = self._start(start) if self._stream is None else self._stream
         batch = self._lookahead.pop() if self._lookahead else next(stream, _END)
         if batch is _END:
-            raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got {start.position}.")
+            raise ValueError(f"`source` must hold {self._expected(start)}, got {start.position}.")
         position = start.position + 1
         # The state is read before the next batch is, after which it would be one batch too far.
         cursor = SourceCursor(start.epoch, position, self._state())
@@ -187,7 +181,7 @@ class BatchSource:
             self._stream = None
             return batch, SourceCursor(start.epoch + 1, 0, self._state())
         if self.num_batches is not None:
-            raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got more.")
+            raise ValueError(f"`source` must hold {self._expected(start)}, got more.")
         self._lookahead.append(following)
         return batch, cursor
 
@@ -195,20 +189,20 @@ class BatchSource:
         """Start an iteration at a cursor."""
         source = self._source
         self.started = True
-        if start.state is not None and self._resumable is not None:
-            self._resumable.load_state_dict(start.state)
-            self._stream = _iterator(source, self._name)
+        if start.state is not None and self.resumable is not None:
+            self.resumable.load_state_dict(start.state)
+            self._stream = _iterator(source)
         elif isinstance(source, Sequence):
             self._stream = islice(source, start.position, None)
         else:
-            self._stream = self._skip(_iterator(source, self._name), start)
+            self._stream = self._skip(_iterator(source), start)
         return self._stream
 
     def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
         """Load and discard the batches before a cursor."""
         if start.position:
             warnings.warn(
-                f"`{self._name}` cannot start in the middle of an epoch: {start.position} batches of epoch "
+                f"`source` cannot start in the middle of an epoch: {start.position} batches of epoch "
                 f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again, "
                 "which a DataLoader that shuffles does not. Use StatefulDataLoader of torchdata.stateful_dataloader "
                 "instead, which has the same arguments and saves its position.",
@@ -217,12 +211,12 @@ class BatchSource:
             )
         for position in range(start.position):
             if next(stream, _END) is _END:
-                raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got {position}.")
+                raise ValueError(f"`source` must hold {self._expected(start)}, got {position}.")
         return stream
 
     def _state(self) -> Any:
         """Return the state of the source, or None if it has none."""
-        return None if self._resumable is None else self._resumable.state_dict()
+        return None if self.resumable is None else self.resumable.state_dict()
 
     def _expected(self, start: SourceCursor) -> str:
         """Describe, for an error message, how many batches the source must have."""
@@ -251,17 +245,12 @@ def check_source(source: object, name: str) -> None:
     check_not_split_by_rank(source, name)
 
 
-def _as_resumable(source: object) -> Resumable | None:
-    """Return the source if it can save its position, otherwise None."""
-    return source if isinstance(source, Resumable) else None
-
-
-def _iterator(source: Any, name: str) -> PythonIterator[Any]:
+def _iterator(source: Any) -> PythonIterator[Any]:
     """Return an iterator over a source, or over what it returns if it is a function."""
     if isinstance(source, Iterable):
         return watched(iter(source))
     # `check_source` has seen only the function.
-    check_not_split_by_rank(iterable := source(), name)
+    check_not_split_by_rank(iterable := source(), "source")
     return watched(iter(iterable))
 
 
