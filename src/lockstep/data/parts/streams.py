@@ -11,8 +11,8 @@ from typing import Any, Final, final
 
 from torch.utils.data._utils import worker as worker_module
 
+from lockstep.data.iterable_batches import Resumable
 from lockstep.data.parts.part import BlockPart, indexed
-from lockstep.data.source import Resumable
 
 _MOST_OPEN: Final = 16
 """The number of positions at which an iterable is kept open."""
