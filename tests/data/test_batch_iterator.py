@@ -348,7 +348,7 @@ def test_bad_counts_are_refused(call: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extra": 1}, r"unknown: \['extra'\], missing: \[\]"),
+        ({"extra": 1}, r"unknown: 'extra'"),
         ({"seed": None}, "`seed` must be an integer, got None"),
         ({"epoch": -1}, "`epoch` must be at least 0, got -1"),
         ({"position": 5}, r"`position` must lie in 0\.\.4, because there are 5 samples and .*, got 5\."),
@@ -378,9 +378,9 @@ def test_missing_keys_are_refused_by_name() -> None:
     batches = BatchIterator(range(5), 2)
     state = batches.state_dict()
     del state["seed"]
-    with pytest.raises(StateError, match=r"unknown: \[\], missing: \['seed'\]"):
+    with pytest.raises(StateError, match=r"missing: 'seed'"):
         batches.load_state_dict(state)
-    with pytest.raises(StateError, match=r"unknown: \['order'\], missing: \[\]"):
+    with pytest.raises(StateError, match=r"unknown: 'order'"):
         batches.load_state_dict(batches.state_dict() | {"order": torch.arange(5)})
 
 

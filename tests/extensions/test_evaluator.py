@@ -308,12 +308,12 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator(["ab"], {"x": Average()}).evaluate(net()),
             TypeError,
-            "if there is no `converter`, got str",
+            "if there is no `converter`, got a str",
         ),
         (
             lambda: Evaluator([{"x": ("ab", None)}], {"x": Average()}).evaluate(net()),
             TypeError,
-            "if there is no `converter`, got dict that holds a str",
+            "if there is no `converter`, got a dict without tensors",
         ),
         (
             lambda: Evaluator([()], {"x": Average()}).evaluate(net()),
@@ -336,14 +336,12 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             r"must return a loss of one element, got shape \(4, 3\)",
         ),
         (
-            lambda: Evaluator(batches(), loss_fn=lambda model, x, t, carried: (model, x, t, carried)).evaluate(net()),
-            ls.ReplicaError,
+            lambda: Evaluator(batches(), loss_fn=lambda model, x, t, carried: (model, x, t, carried)),
+            TypeError,
             "`loss_fn` must not require `carried` in an evaluation, which .* Give it a default",
         ),
         (  # the error of the model, not of the call
-            lambda: Evaluator(batches(), loss_fn=lambda model, x, carried: supervised(model, *x, carried)).evaluate(
-                net()
-            ),
+            lambda: Evaluator(batches(), loss_fn=lambda model, x, t: supervised(model, *x, t)).evaluate(net()),
             ls.ReplicaError,
             r"supervised\(\) takes 3 positional arguments but 6 were given",
         ),

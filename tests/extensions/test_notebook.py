@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.extensions.notebook import in_notebook
+from lockstep.extensions.plots import in_notebook
 
 CELL = """
 from pathlib import Path

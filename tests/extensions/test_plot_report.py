@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.extensions import LogReport, PlotReport
-from lockstep.extensions.plot_report import _panels, draw, save_figure
+from lockstep.extensions.plots import _panels, draw, save_figure
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 from tests.support import zygote
@@ -91,7 +91,7 @@ def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tm
     done = python(f"""
 import sys
 from pathlib import Path
-from lockstep.extensions.plot_report import PlotReport, draw, save_figure
+from lockstep.extensions.plots import PlotReport, draw, save_figure
 from lockstep.side_files import SideFile
 assert "matplotlib" not in sys.modules
 figure = draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, title="x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.optim.scaled_add import add_scaled_
+from lockstep.optim.momentum import add_scaled_
 
 SIZE = 100_003
 HALVES = [torch.bfloat16, torch.float16]

@@ -3,7 +3,12 @@
 from lockstep.data.batch_fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator, OrderSampler as OrderSampler
 from lockstep.data.collate import collate as collate
-from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator
+from lockstep.data.iterable_batches import (
+    IterableBatches as IterableBatches,
+    Source as Source,
+    as_iterator as as_iterator,
+    check_not_split_by_rank as check_not_split_by_rank,
+)
 from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.parts import (
     ParquetRows as ParquetRows,
@@ -17,4 +22,3 @@ from lockstep.data.parts import (
     Tokens as Tokens,
 )
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
-from lockstep.data.source import Source as Source, check_not_split_by_rank as check_not_split_by_rank

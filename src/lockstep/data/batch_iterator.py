@@ -13,19 +13,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
-from lockstep.data.iterator import SampleFilter, TrackingIterator
+from lockstep.data.iterator import Iterator, SampleFilter
 from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
 from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_numbers
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError
 from lockstep.integers import check_bool, check_integer
+from lockstep.state import check_keys
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
 
 @final
-class BatchIterator(TrackingIterator):
+class BatchIterator(Iterator):
     """Iterates over batches of a dataset, in an order that depends only on the seed.
 
     A batch is a `Samples`: its samples are loaded when they are read, and a slice of it loads only the samples
@@ -277,7 +278,7 @@ class BatchIterator(TrackingIterator):
         Raises:
             StateError: If a key is unknown or missing, or a value does not fit this iterator; nothing has changed then.
         """
-        _check_keys(state_dict, expected=self.state_dict())
+        check_keys(state_dict, self.state_dict(), of="BatchIterator")
         try:
             cursor = self._saved_cursor(state_dict)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -492,12 +493,3 @@ def _check_order_sampler(order_sampler: object) -> None:
         raise TypeError(f"{rule}, got one that cannot be called with two arguments: {error}.") from None
     except ValueError:  # no signature
         pass
-
-
-def _check_keys(state: Mapping[str, Any], *, expected: Mapping[str, Any]) -> None:
-    """Check that a state has exactly the expected keys."""
-    unknown = sorted(set(state) - set(expected))
-    missing = sorted(set(expected) - set(state))
-    if unknown or missing:
-        rule = f"must have the keys {list(expected)}"
-        raise StateError(f"`state_dict` {rule}; unknown: {unknown}, missing: {missing}.")

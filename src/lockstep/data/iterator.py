@@ -26,6 +26,10 @@ class Iterator(ABC):
     compare the two.
     """
 
+    # `advance` sets them; an iterator of your own may override the properties instead.
+    _previous_epoch_detail: float | None = None
+    _is_new_epoch = False
+
     @abstractmethod
     def peek(self, ahead: int = 0) -> Sequence[Any]:
         """Return the batch that comes after ``ahead`` others, without advancing.
@@ -63,8 +67,17 @@ class Iterator(ABC):
             StopIteration: If fewer batches are left; the position is unchanged.
         """
 
-    def __next__(self) -> Sequence[Any]:
-        batch = self.peek()
+    def __next__(self) -> Any:
+        """Return the next batch and advance past it.
+
+        At the end, ``previous_epoch_detail`` becomes ``epoch_detail``, as in Chainer's iterators: this call has
+        passed nothing, so that no trigger may fire for it.
+        """
+        try:
+            batch = self.peek()
+        except StopIteration:
+            self._previous_epoch_detail = self.epoch_detail
+            raise
         self.advance()
         return batch
 
@@ -96,14 +109,14 @@ class Iterator(ABC):
         return None
 
     @property
-    @abstractmethod
     def previous_epoch_detail(self) -> float | None:
         """The value of ``epoch_detail`` before the last advance, or None before the first."""
+        return self._previous_epoch_detail
 
     @property
-    @abstractmethod
     def is_new_epoch(self) -> bool:
         """Whether the last advance reached the end of an epoch."""
+        return self._is_new_epoch
 
     @abstractmethod
     def reset(self) -> None:
@@ -124,37 +137,6 @@ class Iterator(ABC):
         Raises:
             StateError: If a key is unknown or missing, or a value does not fit this iterator.
         """
-
-
-class TrackingIterator(Iterator):
-    """An iterator that keeps track of its last advance."""
-
-    _previous_epoch_detail: float | None = None
-    _is_new_epoch = False
-
-    def __next__(self) -> Any:
-        """Return the next batch and advance past it.
-
-        At the end, ``previous_epoch_detail`` is set to ``epoch_detail``, as in Chainer's iterators: this call has
-        passed nothing, so that no trigger may fire for it.
-        """
-        try:
-            batch = self.peek()
-        except StopIteration:
-            self._previous_epoch_detail = self.epoch_detail
-            raise
-        self.advance()
-        return batch
-
-    @property
-    def previous_epoch_detail(self) -> float | None:
-        """The value of ``epoch_detail`` before the last advance, or None before the first."""
-        return self._previous_epoch_detail
-
-    @property
-    def is_new_epoch(self) -> bool:
-        """Whether the last advance reached the end of an epoch."""
-        return self._is_new_epoch
 
     def _last_advance(self) -> dict[str, Any]:
         """Return the part of the state that describes the last advance."""

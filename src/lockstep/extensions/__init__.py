@@ -28,7 +28,7 @@ from lockstep.extensions.observers import (
     Throughput as Throughput,
     VariableStatisticsPlot as VariableStatisticsPlot,
 )
-from lockstep.extensions.plot_report import PlotReport as PlotReport
+from lockstep.extensions.plots import PlotReport as PlotReport
 from lockstep.extensions.print_report import PrintReport as PrintReport
 from lockstep.extensions.progress_bar import ProgressBar as ProgressBar
 from lockstep.extensions.snapshot import Snapshot as Snapshot

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from lockstep import nest
 from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
-from lockstep.prediction import NO_OUTPUT, DataPass, in_held_precision, recording_outputs
+from lockstep.prediction import DataPass, in_held_precision
 from lockstep.stopping import STOP
 from lockstep.updaters import (
     Converter,
@@ -54,34 +55,39 @@ class ShardArguments:
     target: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What an evaluation computes, wherever it runs; each attribute is the argument of `Evaluator` with its name."""
-
-    metrics: Mapping[str, ShardMetric]
-    loss_fn: LossFunction | None
-    output: Callable[[Any], Any] | None
-    converter: Converter | None
-    target: str | None
-
-
 class Evaluation:
     """One pass over the batches of an evaluation.
 
     Args:
         runner: Runs the shards of this rank.
-        recipe: What is computed.
+        metrics: The metrics by name.
+        loss_fn: The loss function, or None.
+        output: A function that returns what metrics see of the output of the model; None for the output itself.
+        converter: Converts samples to tensors; None for the converter of the runner.
+        target: The key of the target if a batch is a dict.
     """
 
-    def __init__(self, runner: InferenceRunner, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        runner: InferenceRunner,
+        metrics: Mapping[str, ShardMetric],
+        *,
+        loss_fn: LossFunction | None,
+        output: Callable[[Any], Any] | None,
+        converter: Converter | None,
+        target: str | None,
+    ) -> None:
         self._runner = runner
-        self._recipe = recipe
-        self._pass = DataPass(runner, recipe.converter, name="iterator")
+        self._metrics = metrics
+        self._loss_fn = loss_fn
+        self._output = output
+        self._target = target
+        self._pass = DataPass(runner, converter, name="iterator")
         self._alone = runner.communicator.size == 1
-        metrics = recipe.metrics.values()
-        self._gathered = [] if self._alone else [each for each in metrics if each.rule == "gather"]
-        self._local = [each for each in metrics if each not in self._gathered]
-        self._outputs: list[Any] = []
+        self._gathered = [] if self._alone else [each for each in metrics.values() if each.rule == "gather"]
+        self._local = [each for each in metrics.values() if each not in self._gathered]
+        # The last output of each replica's network, so that the run of the loss function serves the metrics too.
+        self._outputs: dict[int, Any] = {}
         self._reports: list[tuple[int, ShardReport]] = []
         # Whether the loss function returned a loss; it holds both answers if shards differ.
         self._has_loss: set[bool] = set()
@@ -95,15 +101,18 @@ class Evaluation:
         Returns:
             The means of the loss and of all reported values by name, and the values of the metrics.
         """
-        with self._pass.running():
-            for metric in self._recipe.metrics.values():
+        with self._pass.running(), ExitStack() as hooks:
+            for metric in self._metrics.values():
                 metric.move(self._runner.replicas.devices[0])
                 metric.reset()
-            with recording_outputs(self._pass.networks) as self._outputs:
-                found = self._pass.results(self._until_stopped(batches()), self._compute, self._arguments)
-                for results in found:
-                    self._add(results)
-                return self._merged()
+            for place, network in enumerate(self._pass.networks if self._metrics else ()):
+                hooks.callback(network.register_forward_hook(partial(self._record, place)).remove)
+            for results in self._pass.results(self._until_stopped(batches()), self._compute, self._arguments):
+                self._add(results)
+            return self._merged()
+
+    def _record(self, place: int, _network: nn.Module, _inputs: Any, output: Any) -> None:
+        self._outputs[place] = output
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Return batches that raise if a signal ends the run."""
@@ -121,16 +130,16 @@ class Evaluation:
             outcomes.append(((batch, result.shard.index), output, result.given.target))
         self._update(self._local, outcomes)
         if self._gathered:
-            by_rank = self._pass.exchange.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
+            by_rank = self._pass.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
             # In the order of shards, which is that of an evaluation by one process.
             self._update(self._gathered, sorted((each for rank in by_rank for each in rank), key=_key_of))
 
     def _arguments(self, tensors: Any) -> ShardArguments:
         """Return the tensors of a shard as arguments of the loss function and of the model."""
         args, kwargs = call_arguments(tensors)
-        if not self._recipe.metrics:
+        if not self._metrics:
             return ShardArguments(args, kwargs)
-        target = self._recipe.target
+        target = self._target
         if target is not None and target in kwargs:
             inputs = dict(kwargs)
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
@@ -144,19 +153,17 @@ class Evaluation:
 
     def _compute(self, place: int, given: ShardArguments) -> tuple[Any, Any]:
         """Return what the loss function returns for a shard, and what metrics see of the model's output."""
-        recipe, network = self._recipe, self._pass.networks[place]
+        network = self._pass.networks[place]
         # A loss function that does not run the model must not leave the metrics the output of the previous shard.
-        self._outputs[place] = NO_OUTPUT
-        returned = None if recipe.loss_fn is None else _call(recipe.loss_fn, network, given)
-        if not recipe.metrics:
-            self._outputs[place] = NO_OUTPUT
+        self._outputs.pop(place, None)
+        returned = None if self._loss_fn is None else self._loss_fn(network, *given.args, **given.kwargs)
+        if not self._metrics:
             return returned, None
-        output = self._outputs[place]
-        if output is NO_OUTPUT:
+        if place not in self._outputs:
             inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._runner.precision)
-            output = network(*inputs, **named_inputs)
-        self._outputs[place] = NO_OUTPUT
-        output = output if recipe.output is None else recipe.output(output)
+            network(*inputs, **named_inputs)
+        output = self._outputs.pop(place)
+        output = output if self._output is None else self._output(output)
         # Metrics compute in float32, which holds every value of the narrower formats.
         return returned, nest.map_tensors(_in_float32, output)
 
@@ -164,7 +171,7 @@ class Evaluation:
         """Return what a shard measured, or None for a shard of weight 0, which takes no part as in an update."""
         shard, num_samples, reports = result.shard, len(result.shard.samples), dict(result.reports)
         # A validation step of Lightning may log its loss, and return nothing.
-        has_loss = self._recipe.loss_fn is not None and not (returned is None and reports)
+        has_loss = self._loss_fn is not None and not (returned is None and reports)
         self._has_loss.add(has_loss)
         if not has_loss:
             return ShardReport(shard.index, num_samples, torch.zeros((), device="cpu"), reports)
@@ -184,7 +191,7 @@ class Evaluation:
                 try:
                     metric.add(key, *here)
                 except Exception as error:
-                    if self._recipe.output is not None or isinstance(output, torch.Tensor):
+                    if self._output is not None or isinstance(output, torch.Tensor):
                         raise
                     raise TypeError(
                         f"`output` must pick what metrics see of the output of the model, which is a "
@@ -197,14 +204,14 @@ class Evaluation:
         """Merge the reports and the metrics of all ranks."""
         own: dict[str, Any] = {"has_loss": self._has_loss}
         if not self._alone:
-            own["reports"] = [(batch, _on_cpu(report)) for batch, report in self._reports]
+            own["reports"] = nest.map_tensors(torch.Tensor.cpu, self._reports)
         own["parts"] = {
             name: metric.parts()
-            for name, metric in self._recipe.metrics.items()
+            for name, metric in self._metrics.items()
             # A single process has counted everything in the metric itself.
             if not (self._alone and metric.rule == "count")
         }
-        by_rank = self._pass.exchange.gather(own)
+        by_rank = self._pass.gather(own)
         answers = set().union(*(each["has_loss"] for each in by_rank))
         if len(answers) > 1:
             raise TypeError(
@@ -215,15 +222,13 @@ class Evaluation:
             everything = [entry for each in by_rank for entry in each["reports"]]
             self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
         for name in own["parts"]:
-            self._recipe.metrics[name].merge([each["parts"][name] for each in by_rank])
-        return self._means(has_loss=True in answers), {
-            name: metric.compute() for name, metric in self._recipe.metrics.items()
-        }
+            self._metrics[name].merge([each["parts"][name] for each in by_rank])
+        return self._means(has_loss=True in answers), {name: metric.compute() for name, metric in self._metrics.items()}
 
     def _means(self, *, has_loss: bool) -> dict[str, Mean | float]:
         """Return the means over all batches, of which each counts as in an update."""
         averages: dict[str, Average] = {}
-        loss_fn = self._recipe.loss_fn
+        loss_fn = self._loss_fn
         summed = loss_fn is not None and is_summed(loss_fn)
         if has_loss:
             averages["loss"] = Average()
@@ -241,48 +246,9 @@ class Evaluation:
         return {name: average.compute() for name, average in averages.items()}
 
 
-def _call(loss_fn: LossFunction, network: nn.Module, given: ShardArguments) -> Any:
-    """Return what a loss function returns for a shard.
-
-    Raises:
-        TypeError: If it requires `carried`, which only updates pass.
-    """
-    kwargs = dict(given.kwargs)
-    try:
-        return loss_fn(network, *given.args, **kwargs)
-    except TypeError as error:
-        if not _lacks_carried(loss_fn, (network, *given.args), kwargs):
-            raise
-        raise TypeError(
-            "`loss_fn` must not require `carried` in an evaluation, which carries no values from batch to batch. Give "
-            "it a default, as in loss_fn(model, inputs, target, carried=None)."
-        ) from error
-
-
-def _lacks_carried(loss_fn: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a loss function fails for the sole reason that `carried` is missing."""
-    try:
-        signature = inspect.signature(loss_fn)
-        if "carried" in kwargs or "carried" not in signature.parameters:
-            return False
-        signature.bind(*args, **kwargs, carried=None)
-    except (TypeError, ValueError):  # bound by position, other arguments missing, or no signature
-        return False
-    return signature.parameters["carried"].default is inspect.Parameter.empty
-
-
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
 
 
 def _key_of(outcome: Outcome) -> ShardKey:
     return outcome[0]
-
-
-def _on_cpu(report: ShardReport) -> ShardReport:
-    """Return a report whose tensors are on the CPU, so that it can be sent."""
-    metrics = {
-        name: tuple(each.cpu() if isinstance(each, torch.Tensor) else each for each in pair)
-        for name, pair in report.metrics.items()
-    }
-    return ShardReport(report.shard, report.weight, report.loss.cpu(), metrics)  # type: ignore[arg-type]  # pairs

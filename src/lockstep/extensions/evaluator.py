@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.communicators import Communicator, LocalCommunicator
-from lockstep.data import Iterator as LockstepIterator, check_not_split_by_rank
 from lockstep.elsewhere import EVALUATOR, names_ours
-from lockstep.extensions.evaluation import Evaluation, Recipe
+from lockstep.extensions.evaluation import Evaluation
 from lockstep.integers import check_integer
 from lockstep.metrics import (
     Metric,
@@ -25,25 +25,10 @@ from lockstep.metrics import (
     is_collection,
     is_torchmetric,
 )
-from lockstep.prediction import runner_of
+from lockstep.prediction import check_one_pass, rewound, runner_of
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions
-
-
-@runtime_checkable
-class Resettable(Protocol):
-    """An iterator that can be reset."""
-
-    def reset(self) -> object:
-        """Return to the first batch."""
-
-
-@runtime_checkable
-class Repeating(Protocol):
-    """An iterator that may have no end."""
-
-    repeat: bool
 
 
 class Evaluator(Extension):
@@ -121,11 +106,10 @@ class Evaluator(Extension):
     ) -> None:
         _check_iterator(iterator)
         check_functions(converter=converter, loss_fn=loss_fn)
+        _check_carries_nothing(loss_fn)
         found = {} if metrics is None else {"": metrics} if is_collection(metrics) else metrics
         _check_metrics(found, loss_fn)
-        if isinstance(iterator, Repeating) and iterator.repeat:
-            raise ValueError("`iterator` must end after one pass, got one that repeats. Create it with repeat=False.")
-        check_not_split_by_rank(iterator, "iterator")
+        check_one_pass(iterator, "iterator")
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
         if num_batches is not None:
@@ -216,17 +200,18 @@ class Evaluator(Extension):
 
     def _evaluate(self, runner: InferenceRunner, num_batches: int | None) -> dict[str, Observed]:
         """Evaluate one pass, or its first batches, on the devices and ranks of a runner."""
-        recipe = Recipe(self._shard_metrics, self.loss_fn, self.output, self.converter, self.target)
 
         def batches() -> Iterable[Any]:
-            if isinstance(self.iterator, Resettable):
-                self.iterator.reset()
-            if isinstance(self.iterator, LockstepIterator):
-                # Workers load only the samples of this rank.
-                self.iterator.load_only(runner.own_samples)
-            return self.iterator if num_batches is None else islice(self.iterator, num_batches)
+            return islice(rewound(self.iterator, runner), num_batches)
 
-        means, self.results = Evaluation(runner, recipe).run(batches)
+        means, self.results = Evaluation(
+            runner,
+            self._shard_metrics,
+            loss_fn=self.loss_fn,
+            output=self.output,
+            converter=self.converter,
+            target=self.target,
+        ).run(batches)
         values: dict[str, Observed] = dict(means)
         for name, value in self.results.items():
             values.update(self._numbers(name, value))
@@ -259,6 +244,19 @@ def _check_iterator(iterator: object) -> None:
         raise TypeError(
             f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, repeat=False) "
             "or a DataLoader."
+        )
+
+
+def _check_carries_nothing(loss_fn: LossFunction | None) -> None:
+    """Check that a loss function can be called without `carried`, which only updates pass."""
+    try:
+        carried = None if loss_fn is None else inspect.signature(loss_fn).parameters.get("carried")
+    except ValueError:  # no signature
+        return
+    if carried is not None and carried.default is carried.empty:
+        raise TypeError(
+            "`loss_fn` must not require `carried` in an evaluation, which carries no values from batch to batch, got "
+            "one that does. Give it a default, as in loss_fn(model, inputs, target, carried=None)."
         )
 
 

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep.extensions.notebook import in_notebook
+from lockstep.extensions.plots import in_notebook
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import Observed, as_mean
 from lockstep.trainer import READER, Extension, Trainer

@@ -1,9 +1,9 @@
 """Metrics, means that can be merged, and reports from inside a model or loss function."""
 
 from lockstep.metrics.accuracy import Accuracy as Accuracy
-from lockstep.metrics.average import Average as Average, IntervalMeans as IntervalMeans
-from lockstep.metrics.metric import Mergeable as Mergeable, Metric as Metric
-from lockstep.metrics.observed import (
+from lockstep.metrics.average import (
+    Average as Average,
+    IntervalMeans as IntervalMeans,
     Mean as Mean,
     Observed as Observed,
     as_mean as as_mean,
@@ -19,12 +19,12 @@ from lockstep.metrics.reports import (
     report as report,
 )
 from lockstep.metrics.shard_metrics import (
+    Mergeable as Mergeable,
+    Metric as Metric,
     OwnMetric as OwnMetric,
     Part as Part,
     ShardKey as ShardKey,
     ShardMetric as ShardMetric,
-)
-from lockstep.metrics.torchmetrics_states import (
     TorchMetric as TorchMetric,
     is_collection as is_collection,
     is_torchmetric as is_torchmetric,

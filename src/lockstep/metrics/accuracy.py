@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lockstep.metrics.observed import read
+from lockstep.metrics.average import read
 from lockstep.state import check_keys
 
 

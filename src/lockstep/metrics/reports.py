@@ -10,7 +10,7 @@ from typing import Any, Final, SupportsFloat, TypeAlias
 import torch
 from torch import nn
 
-from lockstep.metrics.observed import Mean, Observed
+from lockstep.metrics.average import Mean, Observed
 
 MAX_NUMBERS: Final = 1000
 """The largest number of entries of one value that are observed."""

@@ -1,28 +1,53 @@
-"""Update a metric with the shards of an evaluation, and merge what the ranks have counted.
-
-A metric of any kind follows one of three rules, each of which gives the same bits wherever the shards are computed:
-
-* ``"count"``: the state consists of counts, minima and maxima. Each rank updates the metric with its own shards, and
-  the states of the ranks are merged at the end, which is exact.
-* ``"order"``: the state holds sums of floating-point numbers or lists of values. The state of each shard is kept, and
-  all of them are merged in the order of the shards, as if one process had updated the metric with one after another.
-* ``"gather"``: it is not known how to merge two states. The outputs and targets of all shards are sent to every rank,
-  which updates the metric with them in order.
-"""
+"""Metrics of an evaluation: what they must have, and how their states on several ranks are merged."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from lockstep.metrics.accuracy import Accuracy
-from lockstep.metrics.metric import Mergeable, Metric
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A value over many batches. The metrics of torchmetrics have these three methods too."""
+
+    def update(self, output: Any, target: Any, /) -> Any:
+        """Add one batch.
+
+        Args:
+            output: The output of the model for the batch.
+            target: The expected output.
+        """
+
+    def compute(self) -> Any:
+        """Return the value over all batches since the last reset: a number or a 0-d tensor."""
+
+    def reset(self) -> Any:
+        """Discard all batches."""
+
+
+@runtime_checkable
+class Mergeable(Metric, Protocol):
+    """A metric that several processes can compute together, each on a part of the batches."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the counts or sums so far, as numbers."""
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        """Set this metric to the value over all batches of several states.
+
+        Args:
+            states: What `state_dict` of metrics of this kind returned, including this one.
+        """
+
 
 MergeRule: TypeAlias = Literal["count", "order", "gather"]
 ShardKey: TypeAlias = "tuple[int, int]"
@@ -159,3 +184,149 @@ def to_cpu(value: Any) -> Any:
 
 def _key_of(part: Part) -> ShardKey:
     return part[0]
+
+
+MAX_ORDERED: Final = 1_000_000
+"""The number of elements of floating-point sums above which the state of a metric is not kept for each shard."""
+
+_WRAPPERS: Final = frozenset({"ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper"})
+"""Wrappers that have no state besides that of the metrics they hold."""
+
+
+def is_torchmetric(metric: object) -> bool:
+    """Return whether an object is a metric or a collection of metrics of torchmetrics.
+
+    Args:
+        metric: The object.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+
+def is_collection(metric: object) -> bool:
+    """Return whether an object is a `MetricCollection` of torchmetrics.
+
+    Args:
+        metric: The object.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(metric, torchmetrics.MetricCollection)
+
+
+class TorchMetric(ShardMetric):
+    """A metric or a `MetricCollection` of torchmetrics, whose states are merged by their ``dist_reduce_fx``.
+
+    Sums, minima, maxima and concatenations can be merged. A metric with a state of another kind, a wrapper with a
+    state of its own, or a metric with very large floating-point sums, is given the outputs of all shards instead.
+
+    Args:
+        metric: The metric or collection.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self._holders: dict[str, Any] = {
+            name: module for name, module in metric.named_modules() if hasattr(module, "_reductions")
+        }
+        super().__init__(metric, _rule_of(self._holders.values()))
+
+    def move(self, device: torch.device) -> None:
+        """Move the states to the device of the outputs."""
+        self.metric.to(device)
+
+    def _update(self, output: Any, target: Any) -> None:
+        # A collection finds metrics with equal states by comparing them after its first update. States after a few
+        # samples may be equal by chance, and on one rank only, so every metric is updated.
+        if is_collection(self.metric) and not self.metric._groups_checked:  # noqa: SLF001
+            for each in self.metric.values(copy_state=False):
+                each.update(output, target)
+        else:
+            self.metric.update(output, target)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Prevent the metrics from gathering states over the default process group, which are merged already."""
+        before = {name: holder.distributed_available_fn for name, holder in self._holders.items()}
+        for holder in self._holders.values():
+            holder.distributed_available_fn = _not_available
+        try:
+            yield
+        finally:
+            for name, holder in self._holders.items():
+                holder.distributed_available_fn = before[name]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            name: (
+                holder._update_count,  # noqa: SLF001
+                {state: to_cpu(getattr(holder, state)) for state in holder._defaults},  # noqa: SLF001
+            )
+            for name, holder in self._holders.items()
+        }
+
+    def _load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self.metric.reset()
+        for name, holder in self._holders.items() if states else ():
+            for state, reduction in holder._reductions.items():  # noqa: SLF001
+                values = [each[name][1][state] for each in states]
+                merged = _MERGES[_kind(reduction, holder._defaults[state])](values)  # noqa: SLF001
+                setattr(holder, state, _to_device(merged, holder.device))
+            holder._update_count = sum(each[name][0] for each in states)  # noqa: SLF001
+            holder._computed = None  # noqa: SLF001
+
+
+def _rule_of(holders: Any) -> MergeRule:
+    """Return how the states of metrics are merged."""
+    num_summed, ordered = 0, False
+    for holder in holders:
+        names = {kind.__name__ for kind in type(holder).__mro__}
+        if "WrapperMetric" in names and not names & _WRAPPERS:
+            return "gather"
+        for state, reduction in holder._reductions.items():  # noqa: SLF001
+            default = holder._defaults[state]  # noqa: SLF001
+            kind = _kind(reduction, default)
+            if kind is None:
+                return "gather"
+            if kind == "sum" and default.is_floating_point():
+                ordered = True
+                num_summed += default.numel()
+            ordered |= kind in {"cat", "list"}
+    if num_summed > MAX_ORDERED:
+        return "gather"
+    return "order" if ordered else "count"
+
+
+def _kind(reduction: Any, default: Any) -> str | None:
+    """Return the kind of a reduction, or None if states cannot be merged one after another."""
+    if isinstance(default, list):
+        return "list" if reduction is None or _name(reduction) == "dim_zero_cat" else None
+    return {"dim_zero_sum": "sum", "dim_zero_max": "max", "dim_zero_min": "min", "dim_zero_cat": "cat"}.get(
+        _name(reduction)
+    )
+
+
+def _name(function: Any) -> str:
+    """Return the name of a reduction of torchmetrics; empty for any other function."""
+    module = getattr(function, "__module__", None) or ""
+    return getattr(function, "__name__", "") if module.startswith("torchmetrics.") else ""
+
+
+def _concatenated(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the entries of several lists; a list that `compute` has replaced by a tensor counts as one entry."""
+    return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return [_to_device(each, device) for each in value] if isinstance(value, list) else value.to(device)
+
+
+def _not_available() -> bool:
+    return False
+
+
+_MERGES: Final[Mapping[str | None, Callable[[Sequence[Any]], Any]]] = {
+    "sum": merge_sums,
+    "max": lambda values: torch.stack(list(values)).amax(0),
+    "min": lambda values: torch.stack(list(values)).amin(0),
+    "cat": lambda values: torch.cat(list(values)),
+    "list": _concatenated,
+}

@@ -9,7 +9,6 @@ from lockstep.optim.hooked import (
     without_pre_hooks as without_pre_hooks,
 )
 from lockstep.optim.hooks import WeightDecay as WeightDecay
-from lockstep.optim.large_batch import large_batch_schedule as large_batch_schedule
 from lockstep.optim.momentum import (
     fused_momentum_step as fused_momentum_step,
     lr_momentum_step as lr_momentum_step,
@@ -17,4 +16,4 @@ from lockstep.optim.momentum import (
 )
 from lockstep.optim.momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD, MomentumSGD as MomentumSGD
 from lockstep.optim.norm import norms as norms
-from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule
+from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule, large_batch_schedule as large_batch_schedule

@@ -1,6 +1,5 @@
 """Mixed precision: loss scales, the check for non-finite gradients, master weights, and autocast."""
 
-from lockstep.precision.backward import initial_gradient as initial_gradient, multiply_ as multiply_
 from lockstep.precision.finite import (
     copy_to_device as copy_to_device,
     divide_ as divide_,
@@ -19,18 +18,20 @@ from lockstep.precision.masters import (
     asks_for_closure as asks_for_closure,
 )
 from lockstep.precision.policy import Precision as Precision, parse_precision as parse_precision
-from lockstep.precision.scaler import LossScaler as LossScaler
+from lockstep.precision.scaler import (
+    ChangesOnlyGradients as ChangesOnlyGradients,
+    LossScaler as LossScaler,
+    cannot_skip as cannot_skip,
+    skipped_if as skipped_if,
+)
 from lockstep.precision.scales import (
     CurrentScale as CurrentScale,
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
     RampLossScale as RampLossScale,
     StaticLossScale as StaticLossScale,
+    initial_gradient as initial_gradient,
+    multiply_ as multiply_,
     nnabla_loss_scale as nnabla_loss_scale,
     parse_loss_scale as parse_loss_scale,
-)
-from lockstep.precision.skipping import (
-    ChangesOnlyGradients as ChangesOnlyGradients,
-    cannot_skip as cannot_skip,
-    skipped_if as skipped_if,
 )

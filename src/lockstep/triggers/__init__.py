@@ -1,14 +1,21 @@
 """Triggers decide when an extension runs and when a run ends; they are called after every update."""
 
-from lockstep.triggers.best_value import BestValue as BestValue, MaxValue as MaxValue, MinValue as MinValue
-from lockstep.triggers.early_stopping import EarlyStopping as EarlyStopping
+from lockstep.triggers.observed_values import (
+    BestValue as BestValue,
+    EarlyStopping as EarlyStopping,
+    MaxValue as MaxValue,
+    MinValue as MinValue,
+)
 from lockstep.triggers.times import (
     Interval as Interval,
+    Latch as Latch,
     ManualSchedule as ManualSchedule,
     Once as Once,
     Time as Time,
     TriggerSpec as TriggerSpec,
+    Until as Until,
     get_trigger as get_trigger,
+    get_until as get_until,
 )
 from lockstep.triggers.trigger import (
     AllOf as AllOf,
@@ -20,4 +27,3 @@ from lockstep.triggers.trigger import (
     position as position,
     reached as reached,
 )
-from lockstep.triggers.until import Latch as Latch, Until as Until, get_until as get_until

@@ -16,7 +16,7 @@ from torch.nn import functional
 import lockstep as ls
 from lockstep.communicators import Watch
 from lockstep.extensions import GradientNorm, LogReport, ObserveLR, ObserveValue, ParameterStatistics, Throughput
-from lockstep.extensions.observers.throughput import _DeviceLoad
+from lockstep.extensions.observers.observe import _DeviceLoad
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
 from lockstep.updaters.compute import Clock

@@ -7,8 +7,9 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.errors import StateError
 from lockstep.integers import check_integer
@@ -52,39 +53,34 @@ class Part(ABC):
         """
 
 
-class IndexedPart(Part):
-    """The base class of parts that are read once to count their samples and to find where blocks begin.
+class BlockPart(Part):
+    """The base class of parts whose blocks have the same number of samples, except for the last one.
 
     Args:
-        name: The name of the part in errors.
+        name: The name of the part in errors and warnings, which for a file is its path.
         block: The number of samples that are read at once, at least 1.
-        index: The path of the index; it is written if it does not exist. None to count in every process.
     """
 
-    counted: ClassVar[str] = "samples"
-    """What the samples are called in the index."""
-
-    def __init__(self, name: str, block: int, index: str | os.PathLike[str] | None) -> None:
+    def __init__(self, name: str | os.PathLike[str], block: int) -> None:
         check_integer("block", block, minimum=1)
-        self._name = name
+        self._name = os.fspath(name)
         self.block = block
-        self.index = index
 
     @property
     def name(self) -> str:
-        """The name of the part, which for a file is its path."""
+        """The name of the part."""
         return self._name
 
     @property
     @abstractmethod
-    def _index(self) -> dict[str, Any]:
-        """What the index holds: the number of samples under `counted`, and what `read` needs."""
+    def _num_samples(self) -> int:
+        """The number of samples of the part."""
 
-    @property
+    @cached_property
     def lengths(self) -> Sequence[int]:
         """The number of samples of each block."""
-        starts = range(0, self._index[self.counted], self.block)
-        return [min(self.block, self._index[self.counted] - start) for start in starts]
+        num_samples = self._num_samples
+        return [min(self.block, num_samples - start) for start in range(0, num_samples, self.block)]
 
 
 def indexed(path: str | os.PathLike[str] | None, key: Mapping[str, Any], count: Callable[[], Any]) -> Any:

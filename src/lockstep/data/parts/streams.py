@@ -11,15 +11,15 @@ from typing import Any, Final, final
 
 from torch.utils.data._utils import worker as worker_module
 
-from lockstep.data.parts.part import IndexedPart, indexed
-from lockstep.data.source import Resumable
+from lockstep.data.iterable_batches import Resumable
+from lockstep.data.parts.part import BlockPart, indexed
 
 _MOST_OPEN: Final = 16
 """The number of positions at which an iterable is kept open."""
 
 
 @final
-class StreamPart(IndexedPart):
+class StreamPart(BlockPart):
     """The samples of an iterable, such as an `IterableDataset` or a shard of a streamed Hugging Face dataset.
 
     The iterable must yield all its samples in every process: not those of a rank. Samples that it would distribute to
@@ -50,7 +50,8 @@ class StreamPart(IndexedPart):
         block: int = 256,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(name, block, index)
+        super().__init__(name, block)
+        self.index = index
         self.open_iterable = open_iterable
         self._open = _OpenIterators()
 
@@ -59,6 +60,10 @@ class StreamPart(IndexedPart):
         """The number of samples, and the state at the start of each block, None if there are no states."""
         found: dict[str, Any] = indexed(self.index, {"samples of": self._name, "block": self.block}, self._count)
         return found
+
+    @property
+    def _num_samples(self) -> int:
+        return int(self._index["samples"])
 
     def _count(self) -> dict[str, Any]:
         """Read the iterable to its end."""

@@ -5,7 +5,7 @@ from lockstep.extensions.observers.observe import (
     ObserveLR as ObserveLR,
     ObserveValue as ObserveValue,
     ParameterStatistics as ParameterStatistics,
+    Throughput as Throughput,
 )
 from lockstep.extensions.observers.run_record import RunRecord as RunRecord
-from lockstep.extensions.observers.throughput import Throughput as Throughput
-from lockstep.extensions.observers.variable_statistics_plot import VariableStatisticsPlot as VariableStatisticsPlot
+from lockstep.extensions.plots import VariableStatisticsPlot as VariableStatisticsPlot

@@ -2,5 +2,8 @@
 
 from lockstep.optim.hooked.hook_list import HookList as HookList, StatefulHook as StatefulHook
 from lockstep.optim.hooked.optimizer import HookedOptimizer as HookedOptimizer
-from lockstep.optim.hooked.options import scalar as scalar, unknown_options as unknown_options
-from lockstep.optim.hooked.saved_state import without_pre_hooks as without_pre_hooks
+from lockstep.optim.hooked.options import (
+    scalar as scalar,
+    unknown_options as unknown_options,
+    without_pre_hooks as without_pre_hooks,
+)

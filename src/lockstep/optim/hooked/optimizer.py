@@ -14,8 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lockstep.errors import OrderError, StateError
 from lockstep.optim.hooked.hook_list import TIMINGS, HookList, describe
-from lockstep.optim.hooked.options import check_names, check_options
-from lockstep.optim.hooked.saved_state import check_saved, run_load_pre_hooks, without_pre_hooks
+from lockstep.optim.hooked.options import check_names, check_options, check_saved, run_load_pre_hooks, without_pre_hooks
 from lockstep.precision import LossScale, LossScaler, MasterWeights, RampLossScale
 
 Self = TypeVar("Self", bound="HookedOptimizer")

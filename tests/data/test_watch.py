@@ -45,8 +45,8 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.workers.watch.POLL_INTERVAL", 0.1)
-    monkeypatch.setattr("lockstep.data.workers.watch.STOPPED_TIMEOUT", 0.5)
+    monkeypatch.setattr("lockstep.data.workers.POLL_INTERVAL", 0.1)
+    monkeypatch.setattr("lockstep.data.workers.STOPPED_TIMEOUT", 0.5)
 
 
 def run(source: Any, out: Path, *, hook: Callable[[], None] | None = None) -> ls.ParallelUpdater:

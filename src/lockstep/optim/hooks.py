@@ -1,4 +1,8 @@
-"""Penalties, clipping, noise and layer-wise rates, as hooks that change gradients before the step."""
+"""Penalties, clipping, noise and layer-wise rates, as hooks that change gradients before the step.
+
+Each hook works with lockstep's optimizers, ``optimizer.add_hook(hook)``, and with any other torch optimizer,
+``optimizer.register_step_pre_hook(hook)``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import StateError
+from lockstep.optim.momentum import add_scaled_
 from lockstep.optim.norm import global_norm, norms
-from lockstep.optim.scaled_add import add_scaled_
 from lockstep.precision import ChangesOnlyGradients
 
 

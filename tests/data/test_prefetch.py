@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lockstep.data import BatchIterator, Samples, collate
-from lockstep.data.workers.prefetch import fetch_ahead, pack, unpack
+from lockstep.data.workers import fetch_ahead, pack, unpack
 from lockstep.stopping import STOP
 from tests.support.waiting import LONG
 
