@@ -220,7 +220,7 @@ class RankCoordinator(Coordinator):
             reports.append(each["report"])
         # After the positions: digests of different parts of the state cannot be compared.
         self._consistency.check_digests(digests)
-        return None if self._sum.must_repeat(messages) or repeat else reports
+        return None if self._sum.must_repeat or repeat else reports
 
     def end_exchange(self) -> None:
         """End an exchange: an error that is raised from here on must be reported to the other ranks."""
