@@ -19,7 +19,7 @@ from lockstep.communicators.failures import Watch, end_with_agent, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.sums import (
-    ExactFormat,
+    EXACT,
     OrderedSum,
     PlanSizes,
     SmallSum,
@@ -44,9 +44,6 @@ from lockstep.tree import PartialSum, Tensors, divide
 
 EARLY_SLICE_DIVISOR: Final = 4
 """How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
-
-EXACT: Final = ExactFormat()
-"""The exact wire format."""
 
 
 class ProcessCommunicator(Communicator):
@@ -92,7 +89,7 @@ class ProcessCommunicator(Communicator):
             watch = join_run(seconds)
         found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
-        self._wire = EXACT if compression is None else wire_format(compression)
+        self._wire = wire_format(compression)
         self._sizes = PlanSizes()
         self._connected = set[torch.device]()
         # The set is weak, so that a sum is freed with its tensors once it has ended.

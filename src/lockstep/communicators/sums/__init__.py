@@ -9,7 +9,7 @@ from lockstep.communicators.sums.planning import (
 from lockstep.communicators.sums.small import SmallSum as SmallSum
 from lockstep.communicators.sums.sparse import split_sparse as split_sparse, sum_sparse as sum_sparse
 from lockstep.communicators.sums.wire import (
-    ExactFormat as ExactFormat,
+    EXACT as EXACT,
     WireFormat as WireFormat,
     wire_format as wire_format,
 )

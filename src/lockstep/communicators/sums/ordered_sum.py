@@ -13,7 +13,7 @@ import torch
 from lockstep.communicators.communicator import PendingSum, check_complete, check_term
 from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
 from lockstep.communicators.sums.planning import SumPlan
-from lockstep.communicators.sums.wire import ExactFormat, WireFormat
+from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.errors import OrderError
 from lockstep.tree import Tensors
@@ -60,7 +60,7 @@ class OrderedSum(PendingSum):
             result = torch.empty_like(like[index])
             self._results[index], self._flat_results[index] = result, result.reshape(-1)
         # Rounded once more only where that saves time.
-        wire_back = ExactFormat() if plan.is_small else wire
+        wire_back = EXACT if plan.is_small else wire
         context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
         self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]

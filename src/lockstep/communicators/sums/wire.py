@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -16,28 +14,27 @@ SCALE_LENGTH: Final = 2
 """The number of float16 elements that hold the scale of a message, which is a float32."""
 
 
-class WireFormat(ABC):
-    """The format in which flat tensors are sent."""
+class WireFormat:
+    """The format in which flat tensors are sent; as it is, exact: every message is the tensor itself."""
 
-    @abstractmethod
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the message for a tensor, which may be the tensor itself.
 
         Args:
             tensor: The flat tensor to send. It is not changed.
         """
+        return tensor
 
-    @abstractmethod
     def receive_buffer(self, target: torch.Tensor) -> torch.Tensor:
         """Return a tensor into which the message for a tensor can be received, which may be the tensor itself.
 
         Args:
             target: The flat tensor that the message is decoded into afterwards.
         """
+        return target
 
-    @abstractmethod
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements in a message to a tensor.
+        """Write the elements in a message to a tensor, unless they were received into it.
 
         Args:
             message: The message as `encode` returned it on the rank that sent it.
@@ -45,19 +42,8 @@ class WireFormat(ABC):
         """
 
 
-class ExactFormat(WireFormat):
-    """The exact format: every message is the tensor itself."""
-
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-    def receive_buffer(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the target itself."""
-        return target
-
-    def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Leave the target unchanged, because the message was received into it."""
+EXACT: Final = WireFormat()
+"""The exact format."""
 
 
 class _HalfFormat(WireFormat):
@@ -134,11 +120,7 @@ def wire_format(compression: str | None) -> WireFormat:
     Raises:
         ValueError: If there is no format with this name.
     """
-    formats: dict[str | None, Callable[[], WireFormat]] = {
-        None: ExactFormat,
-        "bf16": BFloat16Format,
-        "fp16": Float16Format,
-    }
+    formats = {None: EXACT, "bf16": BFloat16Format(), "fp16": Float16Format()}
     if compression not in formats:
         raise ValueError(f"`compression` must be None, 'bf16' or 'fp16', got {compression!r}.")
-    return formats[compression]()
+    return formats[compression]
