@@ -15,7 +15,7 @@ import lockstep as ls
 from lockstep import DisagreementError, ProcessCommunicator
 from lockstep.communicators import Contribution, LocalCommunicator, comparison as comparison_module
 from lockstep.communicators.comparison import Difference, StateComparer, check_fields, first_difference
-from lockstep.communicators.sums import pair
+from lockstep.communicators.sums import planning
 from lockstep.communicators.transport import packing
 from lockstep.communicators.transport.packing import LONG_TENSOR_BYTES, plan_packets
 from lockstep.tree import PartialSum
@@ -241,11 +241,13 @@ def send(communicator: ProcessCommunicator) -> dict[str, set[str]]:
     for plan, (planner, _) in PLANNERS.items():
         for name, act in SENDERS.items():
             with pytest.MonkeyPatch.context() as patch:
-                for module in (packing, pair):
+                for module in (packing, planning):
                     patch.setattr(module, "plan_packets", planner(communicator.rank))
+                planning.plan_sum.cache_clear()
                 got = act(communicator)
             if ls.digest(got) != ls.digest(expected(name)):
                 differing[plan].add(name)
+    planning.plan_sum.cache_clear()
     return differing
 
 

@@ -27,7 +27,6 @@ from torch.utils.data import Dataset
 import lockstep as ls
 from lockstep.communicators import PendingSum
 from lockstep.communicators.failures.watch import PeerWatch, Watch
-from lockstep.updaters.ranks import rank_sum
 from tests.support.processes import children, left_in_memory, listening
 
 pytestmark = pytest.mark.usefixtures("spawned_by_forks")
@@ -172,7 +171,6 @@ def run(fault: Fault) -> None:
     optimizer = Counting(model.parameters(), lr=1e-4)
     optimizer.fault = fault
     optimizer.register_step_pre_hook(lambda *_: fault.at("optimizer"))
-    rank_sum.DEFAULTS = rank_sum.Heuristics(early_sending=True, inline_gradients=True)  # type: ignore[misc]  # in this process only
     updater = ls.ParallelUpdater(
         ls.BatchIterator(Samples(fault), batch_size=6),
         optimizer,

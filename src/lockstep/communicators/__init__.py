@@ -39,5 +39,5 @@ from lockstep.communicators.process import (
     ProcessCommunicator as ProcessCommunicator,
     find_communicator as find_communicator,
 )
-from lockstep.communicators.sums import can_sum_as_pair as can_sum_as_pair
+from lockstep.communicators.sums import SmallSum as SmallSum
 from lockstep.communicators.transport import MessageTable as MessageTable

@@ -19,30 +19,31 @@ from lockstep.communicators.failures import Watch, end_with_agent, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.sums import (
-    NUM_SCRATCH_BUFFERS,
-    ExactFormat,
+    EXACT,
     OrderedSum,
-    PairSum,
     PlanSizes,
-    ScratchBuffer,
-    TensorSpec,
+    SmallSum,
+    SumPlan,
     WireFormat,
-    can_sum_as_pair,
     cancel_at_exit,
     plan_sum,
     split_sparse,
-    sum_pair,
     sum_sparse,
     wire_format,
 )
-from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange, gather_owned
-from lockstep.tree import PartialSum, Tensors
+from lockstep.communicators.transport import (
+    Channel,
+    MessageTable,
+    TensorSpec,
+    all_reduce,
+    broadcast,
+    exchange,
+    gather_owned,
+)
+from lockstep.tree import PartialSum, Tensors, divide
 
 EARLY_SLICE_DIVISOR: Final = 4
 """How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
-
-EXACT: Final = ExactFormat()
-"""The exact wire format."""
 
 
 class ProcessCommunicator(Communicator):
@@ -88,12 +89,12 @@ class ProcessCommunicator(Communicator):
             watch = join_run(seconds)
         found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
-        self._wire = EXACT if compression is None else wire_format(compression)
+        self._wire = wire_format(compression)
         self._sizes = PlanSizes()
-        self._scratch_buffers: dict[torch.device, list[ScratchBuffer]] = {}
+        self._connected = set[torch.device]()
         # The set is weak, so that a sum is freed with its tensors once it has ended.
-        self._background_sums = weakref.WeakSet[OrderedSum]()
-        cancel_at_exit(self._background_sums)
+        self._pending_sums = weakref.WeakSet[OrderedSum]()
+        cancel_at_exit(self._pending_sums)
 
     @property
     def rank(self) -> int:
@@ -150,11 +151,15 @@ class ProcessCommunicator(Communicator):
     ) -> Tensors:
         """Sum partial sums over ranks; see `Communicator.sum_partials`."""
         wire = self._wire if compress else EXACT
-        # The choice depends only on what all ranks know, so all of them sum in the same way.
-        if wire is EXACT and can_sum_as_pair(contributions, like):
-            return sum_pair(self._channel, partials[0], divisor)
         dense, sparse = split_sparse(contributions)
-        ordered_sum = self._ordered_sum(dense, like, divisor, wire, self._sizes, background=False)
+        # The choice depends only on what all ranks know, so all of them sum in the same way.
+        plan = self._plan(dense, like, self._sizes, wire)
+        if plan.body_bytes and wire is EXACT and not sparse:
+            small = SmallSum(self.rank, self.size, plan.body_bytes)
+            small.pack(partials, dense[self.rank], like)
+            self.exchange_with_table(b"", small.table)
+            return divide(small.add_up(partials, dense, like), divisor)
+        ordered_sum = OrderedSum(self._channel, plan, like, divisor=divisor, wire=wire)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
             ordered_sum.add(index, tensors)
@@ -169,45 +174,24 @@ class ProcessCommunicator(Communicator):
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
         """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
-        if self._wire is EXACT and can_sum_as_pair(contributions, like):
-            return PairSum(self._channel, contributions[0], like, divisor)
         # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
         background = all(tensor.device.type == "cpu" for tensor in like)
         sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR)
-        return self._ordered_sum(contributions, like, divisor, self._wire, sizes, background=background)
+        plan = self._plan(contributions, like, sizes, self._wire)
+        pending = OrderedSum(self._channel, plan, like, divisor=divisor, wire=self._wire, background=background)
+        self._pending_sums.add(pending)
+        return pending
 
-    def _ordered_sum(
-        self,
-        contributions: Sequence[Contribution],
-        like: Sequence[torch.Tensor],
-        divisor: float,
-        wire: WireFormat,
-        sizes: PlanSizes,
-        *,
-        background: bool,
-    ) -> OrderedSum:
-        """Plan an ordered sum and start it."""
-        specs = tuple(TensorSpec(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        ordered_sum = OrderedSum(
-            self._channel,
-            plan_sum(tuple(contributions), specs, sizes),
-            like,
-            divisor=divisor,
-            wire=wire,
-            buffers=self._scratch_buffers_on(like[0].device) if like else [],
-            background=background,
-        )
-        if background:
-            self._background_sums.add(ordered_sum)
-        return ordered_sum
-
-    def _scratch_buffers_on(self, device: torch.device) -> list[ScratchBuffer]:
-        """Return the scratch buffers on a device, which are kept from sum to sum."""
-        if device not in self._scratch_buffers:
+    def _plan(
+        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], sizes: PlanSizes, wire: WireFormat
+    ) -> SumPlan:
+        """Plan a sum, and connect its devices while all ranks are here."""
+        for device in {tensor.device for tensor in like} - self._connected:
             # All ranks are here, which need not be so in the exchanges of the sum.
             self._channel.connect(device)
-            self._scratch_buffers[device] = [ScratchBuffer(device) for _ in range(NUM_SCRATCH_BUFFERS)]
-        return self._scratch_buffers[device]
+            self._connected.add(device)
+        specs = tuple(TensorSpec(tensor.numel(), tensor.dtype, tensor.device) for tensor in like)
+        return plan_sum(tuple(contributions), specs, sizes, exact=wire is EXACT)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""

@@ -15,11 +15,12 @@ from torch import nn
 import lockstep as ls
 from lockstep import Communicator, tree
 from lockstep.communicators import Contribution
+from lockstep.communicators.sums import small
 from lockstep.replicas.passes import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
 from lockstep.updaters.compute.shares import share_of
-from lockstep.updaters.ranks import inline, rank_reduction
+from lockstep.updaters.ranks import rank_reduction
 from lockstep.updaters.ranks.coordinator import RankCoordinator
 from lockstep.updaters.ranks.rank_reduction import RankReduction
 from lockstep.updaters.ranks.rank_report import RankReport
@@ -232,7 +233,7 @@ def fold_over_ranks(patch: pytest.MonkeyPatch) -> None:
             tree.add_into(partials[0].tensors, other.tensors)
         return partials[0].tensors
 
-    patch.setattr(inline, "total", fold)
+    patch.setattr(small, "total", fold)
 
 
 def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from lockstep import Communicator
 from lockstep.updaters.compute import merging
-from lockstep.updaters.ranks import rank_reduction, rank_sum
+from lockstep.updaters.ranks import rank_sum
 from tests.support.programs.sharding import RUNS, advance, updater_of
 from tests.support.ranks import run_on_ranks
 from tests.support.runs import Placement, finalized, train
@@ -44,8 +44,8 @@ def _merged(communicator: Communicator) -> dict[bool, str]:
     for early in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(merging, "LARGE", 1)
-            heuristics = rank_sum.Heuristics(early_sending=early, inline_gradients=False)
-            patch.setattr(rank_reduction.rank_sum, "DEFAULTS", heuristics)
+            patch.setattr(rank_sum, "SMALL_BYTES", 0)
+            patch.setattr(rank_sum, "REPEATS_BEFORE_PREDICTION", 2 if early else NEVER)
             with finalized(updater_of(run, 1, shard=True, communicator=communicator)) as updater:
                 found[early] = advance(run, updater, 6)
     return found

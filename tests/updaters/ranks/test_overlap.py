@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.ranks import rank_sum
-from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION, Overlap
+from lockstep.updaters.ranks.rank_sum import REPEATS_BEFORE_PREDICTION, RankSum
 from tests.support.backward import in_backward
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
@@ -78,30 +77,22 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
-def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any) -> ls.ParallelUpdater:
-    """Make an updater that uses these heuristics, whatever is used by default."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_sum, "DEFAULTS", heuristics)
-        return ls.ParallelUpdater(*args, **options)
-
-
 def disturbed(what: str, **options: Any) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
-    plain = Overlap.pop_sums
+    plain = RankSum.exchange
 
-    def pop_sums(overlap: Overlap) -> Any:
-        summed = plain(overlap)
-        if summed is not None:
+    def exchange(total: RankSum, message: Any) -> Any:
+        replies = plain(total, message)
+        if total._summed is not None:
             early.append(loss_fn.update)
-        return summed
+        return replies
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model, loss_fn, raised = Net(), Disturbed(what), ""
     data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
-    updater = with_heuristics(
-        rank_sum.Heuristics(early_sending=True),
+    updater = ls.ParallelUpdater(
         ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model,
@@ -112,7 +103,7 @@ def disturbed(what: str, **options: Any) -> dict[str, Any]:
         **options,
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
-        patch.setattr(Overlap, "pop_sums", pop_sums)
+        patch.setattr(RankSum, "exchange", exchange)
         while updater.iteration < NUM_UPDATES:
             loss_fn.update = updater.iteration
             try:

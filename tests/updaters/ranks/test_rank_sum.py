@@ -1,4 +1,4 @@
-"""The sum over ranks with and without heuristics: the same bits, and each does what it is switched on for."""
+"""The sum over ranks: the same bits with the message, after it and during backward, and each where it belongs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch import nn
 import lockstep as ls
 from lockstep.communicators import MessageTable, PendingSum
 from lockstep.tree import Tensors
-from lockstep.updaters.ranks import rank_reduction, rank_sum
-from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK
-from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION
-from lockstep.updaters.ranks.rank_sum import Heuristics
+from lockstep.updaters.ranks import rank_reduction
+from lockstep.updaters.ranks.rank_sum import REPEATS_BEFORE_PREDICTION, SMALL_BYTES, SMALL_BYTES_OVER_NETWORK
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
@@ -24,7 +22,6 @@ NUM_UPDATES = REPEATS_BEFORE_PREDICTION + 4
 WIDTHS = {"small": 5, "medium": 180, "large": 600}
 """Hidden units of models whose gradients fit into any message, into those within a machine, and into none."""
 SIZES = ["small", "large"]
-SWITCHES = [Heuristics(early, inline) for early, inline in product([False, True], repeat=2)]
 DEVICES = [1, 2]
 
 
@@ -44,7 +41,7 @@ class Counting(ls.ProcessCommunicator):
         return super().begin_sum(*arguments, **options)
 
     def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
-        self.ways["inline"] += table.body_bytes > 0
+        self.ways["in the message"] += table.body_bytes > 0 and len(payload) > 0
         return super().exchange_with_table(payload, table)
 
 
@@ -74,47 +71,44 @@ def trained(
         return state_digest(updater), ls.digest([each.grad for each in model.parameters()])
 
 
-Found = dict[tuple[str, int, Heuristics], tuple[tuple[str, str], Counter[str]]]
+Found = dict[tuple[str, int], tuple[tuple[str, str], Counter[str]]]
 
 
-def with_all_switches() -> Found:
+def with_all_sizes() -> Found:
     torch.set_num_threads(1)
     found: Found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for size, num_devices, heuristics in product(SIZES, DEVICES, SWITCHES):
-            patch.setattr(rank_sum, "DEFAULTS", heuristics)
-            communicator = Counting()
-            bits = trained(size, num_devices, communicator)
-            found[size, num_devices, heuristics] = bits, communicator.ways
+    for size, num_devices in product(SIZES, DEVICES):
+        communicator = Counting()
+        bits = trained(size, num_devices, communicator)
+        found[size, num_devices] = bits, communicator.ways
     return found
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest) -> list[Found]:
-    return launch_on_ranks(with_all_switches, request.param)
+    return launch_on_ranks(with_all_sizes, request.param)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_bit_depends_on_a_heuristic(size: str, ranks: list[Found]) -> None:
+def test_no_bit_depends_on_when_gradients_are_sent(size: str, ranks: list[Found]) -> None:
     alone = trained(size, 1)
     for found in ranks:
         differing = [key for key, (bits, _) in found.items() if key[0] == size and bits != alone]
         assert not differing
-        assert len(found) == len(SIZES) * len(DEVICES) * len(SWITCHES)
+        assert len(found) == len(SIZES) * len(DEVICES)
 
 
-@pytest.mark.parametrize("heuristics", SWITCHES)
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("size", SIZES)
-def test_each_heuristic_is_used_if_it_is_switched_on(
-    size: str, num_devices: int, heuristics: Heuristics, ranks: list[Found]
+def test_gradients_are_sent_with_the_message_or_during_backward(
+    size: str, num_devices: int, ranks: list[Found]
 ) -> None:
     for found in ranks:
-        _, ways = found[size, num_devices, heuristics]
-        if size == "small" and heuristics.inline_gradients:
+        _, ways = found[size, num_devices]
+        if size == "small":
             # The first sum tells how much room is needed.
-            expected = {"after": 1, "inline": NUM_UPDATES - 1}
-        elif num_devices == 1 and heuristics.early_sending:
+            expected = {"after": 1, "in the message": NUM_UPDATES - 1}
+        elif num_devices == 1:
             expected = {"after": REPEATS_BEFORE_PREDICTION, "early": NUM_UPDATES - REPEATS_BEFORE_PREDICTION}
         else:
             expected = {"after": NUM_UPDATES}
@@ -125,7 +119,6 @@ def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
     torch.set_num_threads(1)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_sum, "DEFAULTS", Heuristics(early_sending=False))
         patch.setattr(rank_reduction, "machine_name", lambda: str(ls.find_communicator().rank))
         for size in WIDTHS:
             communicator = Counting()
@@ -135,7 +128,7 @@ def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
 
 def test_between_machines_only_very_small_gradients_travel_in_the_message() -> None:
     for found in launch_on_ranks(between_machines, 2):
-        assert {size: ways["inline"] > 0 for size, (_, ways) in found.items()} == {
+        assert {size: ways["in the message"] > 0 for size, (_, ways) in found.items()} == {
             "small": True,
             "medium": False,
             "large": False,
@@ -144,9 +137,5 @@ def test_between_machines_only_very_small_gradients_travel_in_the_message() -> N
 
 def test_models_are_as_large_as_they_are_called() -> None:
     assert (
-        INLINE_BYTES_OVER_NETWORK
-        < 4 * WIDTHS["medium"] ** 2
-        < INLINE_BYTES // 4
-        < INLINE_BYTES
-        < 4 * WIDTHS["large"] ** 2
+        SMALL_BYTES_OVER_NETWORK < 4 * WIDTHS["medium"] ** 2 < SMALL_BYTES // 4 < SMALL_BYTES < 4 * WIDTHS["large"] ** 2
     )

@@ -9,8 +9,8 @@ from typing import Final, TypeAlias
 import torch
 
 from lockstep.communicators.sums.planning import Bucket, Segment
-from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
-from lockstep.communicators.transport import Channel, PeerTensor, PostedWork
+from lockstep.communicators.sums.wire import WireFormat
+from lockstep.communicators.transport import Channel, PeerTensor, PostedWork, begin_all_reduce, unpack
 from lockstep.tree import divide
 
 TERMS_TAG: Final = 1
@@ -34,7 +34,8 @@ class SumContext:
         ranks: The rank that holds each node.
         terms: The tensors of each node of this rank. Their memory is overwritten.
         results: The tensors that receive the sums. They may share the memory of a term.
-        wire: The format of messages.
+        wire: The format of terms.
+        wire_back: The format of sums.
         divisor: The number by which the sums are divided, unless it is 1.
     """
 
@@ -43,6 +44,7 @@ class SumContext:
     terms: Mapping[int, FlatTensors]
     results: FlatTensors
     wire: WireFormat
+    wire_back: WireFormat
     divisor: float
 
 
@@ -50,18 +52,17 @@ class BucketTransfer:
     """The transfer of one bucket, in three steps that must be called once each and in order.
 
     The owner of a segment sums it in the memory of its own terms. All other ranks receive the sum in the memory of
-    theirs. That is safe because the sum can only be computed after what lay there has reached the owner.
+    theirs. That is safe because the sum can only be computed after what lay there has reached the owner. A segment
+    without an owner is summed by the transport, in the memory of the terms.
 
     Args:
         context: The sum that the bucket is part of.
         bucket: The elements to sum.
-        scratch: Memory that nothing else uses from `send_terms` until `receive_sums` has returned.
     """
 
-    def __init__(self, context: SumContext, bucket: Bucket, scratch: ScratchBuffer) -> None:
+    def __init__(self, context: SumContext, bucket: Bucket) -> None:
         self._context = context
         self._segments = bucket.segments
-        self._scratch = scratch
         self._rank = context.channel.rank
         self._others = [rank for rank in range(context.channel.size) if rank != self._rank]
         self._posted_terms = PostedWork()
@@ -69,11 +70,11 @@ class BucketTransfer:
         self._terms_arriving: Arriving = []
         self._sums_arriving: Arriving = []
         self._terms: dict[Segment, list[torch.Tensor]] = {}
-        self._sums_in_scratch: list[tuple[Segment, torch.Tensor]] = []
+        self._unplaced: list[tuple[Segment, torch.Tensor]] = []
+        """Sums that are not computed or received where they belong."""
 
     def send_terms(self) -> None:
         """Start to send the terms of this rank to the owners, and to receive terms of what this rank owns."""
-        self._scratch.reset()
         sends: list[PeerTensor] = []
         receives: list[PeerTensor] = []
         for segment in self._segments:
@@ -82,28 +83,35 @@ class BucketTransfer:
             for node in segment.nodes:
                 if self._context.ranks[node] == self._rank:
                     self._send_term(segment, node, sends)
-                elif self._is_summed_here(segment):
-                    term = self._scratch.allocate(segment.size, self._dtype(segment))
-                    receives.append((self._expect(term, self._terms_arriving), self._context.ranks[node]))
+                elif segment.owner == self._rank:
+                    term = self._new(segment)
+                    message = self._context.wire.receive_buffer(term)
+                    self._terms_arriving.append((message, term))
+                    receives.append((message, self._context.ranks[node]))
                     self._terms.setdefault(segment, []).append(term)
-        self._posted_terms = self._context.channel.post(sends, receives, TERMS_TAG)
+        posted = self._context.channel.post(sends, receives, TERMS_TAG)
+        self._posted_terms.incoming += posted.incoming
+        self._posted_terms.outgoing += posted.outgoing
         if not self._context.channel.posts_must_match:
             # These receives are posted early, so that the owner can send without a further round trip.
             self._posted_sums = self._context.channel.post([], self._sum_receives(), SUMS_TAG)
 
     def reduce(self) -> None:
         """Wait for the terms of what this rank owns, sum and divide them, and start to send the sums to all ranks."""
-        self._receive(self._posted_terms, self._terms_arriving)
+        self._context.channel.wait(self._posted_terms.incoming)
+        for message, term in self._terms_arriving:
+            self._context.wire.decode(message, term)
+        # What has arrived is not kept until the sum ends.
+        self._terms_arriving.clear()
         sends: list[PeerTensor] = []
         for segment in self._segments:
-            if self._is_summed_here(segment):
+            if segment.owner == self._rank:
                 target = self._target(segment)
                 self._sum(segment, target)
-                if segment.owner is not None:
-                    message = self._context.wire.encode(target, self._scratch)
-                    # The owner rounds its own copy as well, so that all ranks end with the same bits.
-                    self._context.wire.decode(message, target)
-                    sends.extend((message, other) for other in self._others)
+                message = self._context.wire_back.encode(target)
+                # The owner rounds its own copy as well, so that all ranks end with the same bits.
+                self._context.wire_back.decode(message, target)
+                sends.extend((message, other) for other in self._others)
         # NCCL requires that a receive is posted together with its send, hence not before the sums are there.
         receives = self._sum_receives() if self._context.channel.posts_must_match else []
         posted = self._context.channel.post(sends, receives, SUMS_TAG)
@@ -112,73 +120,61 @@ class BucketTransfer:
 
     def receive_sums(self) -> None:
         """Wait for the sums of all owners, and copy them to where they belong."""
-        self._receive(self._posted_sums, self._sums_arriving)
-        # Memory that is still being sent must not be reused: scratch memory, and results, which are returned next.
+        self._context.channel.wait(self._posted_sums.incoming)
+        for message, target in self._sums_arriving:
+            self._context.wire_back.decode(message, target)
+        self._sums_arriving.clear()
+        # Memory that is still being sent must not be changed: results are returned next.
         self._context.channel.wait(self._posted_terms.outgoing)
         self._context.channel.wait(self._posted_sums.outgoing)
-        for segment, target in self._sums_in_scratch:
-            pieces = _views(segment, self._context.results)
-            torch._foreach_copy_(pieces, torch.split(target, [piece.numel() for piece in pieces]))
+        for segment, flat in self._unplaced:
+            if segment.owner is None:
+                divide([flat], self._context.divisor)
+            unpack(flat, _views(segment, self._context.results))
+        self._unplaced.clear()
 
     def _sum_receives(self) -> list[PeerTensor]:
         """Return the tensors that receive the sums of other owners."""
-        return [
-            (self._expect(self._target(segment), self._sums_arriving), segment.owner)
-            for segment in self._segments
-            if segment.owner is not None and segment.owner != self._rank
-        ]
+        receives: list[PeerTensor] = []
+        for segment in self._segments:
+            if segment.owner is not None and segment.owner != self._rank:
+                target = self._target(segment)
+                message = self._context.wire_back.receive_buffer(target)
+                self._sums_arriving.append((message, target))
+                receives.append((message, segment.owner))
+        return receives
 
     def _send_term(self, segment: Segment, node: int, sends: list[PeerTensor]) -> None:
-        """Add the term of a node of this rank to what is sent to the ranks that sum the segment."""
+        """Add the term of a node of this rank to what is sent to the rank that sums the segment."""
         pieces = _views(segment, self._context.terms[node])
-        term = pieces[0]
-        if len(pieces) > 1:
-            term = torch.cat(pieces, out=self._scratch.allocate(segment.size, term.dtype))
-        message = self._context.wire.encode(term, self._scratch)
-        if self._is_summed_here(segment):
+        term = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if segment.owner is None:
+            flat = self._context.channel.reachable(term)
+            self._posted_terms.incoming += begin_all_reduce(self._context.channel, [flat])
+            self._unplaced.append((segment, flat))
+            return
+        message = self._context.wire.encode(term)
+        if segment.owner == self._rank:
             # Rounded as if it had been sent, so that the sum does not depend on which rank owns the segment.
             self._context.wire.decode(message, term)
             self._terms.setdefault(segment, []).append(term)
-        if segment.owner is None:
-            sends.extend((message, other) for other in self._others)
-        elif segment.owner != self._rank:
+        else:
             sends.append((message, segment.owner))
-
-    def _expect(self, target: torch.Tensor, arriving: Arriving) -> torch.Tensor:
-        """Return a receive buffer for the message that fills a tensor, and add it to the messages to decode."""
-        message = self._context.wire.receive_buffer(target, self._scratch)
-        arriving.append((message, target))
-        return message
-
-    def _receive(self, posted: PostedWork, arriving: Arriving) -> None:
-        """Wait for messages, and decode them."""
-        self._context.channel.wait(posted.incoming)
-        for message, target in arriving:
-            self._context.wire.decode(message, target)
 
     def _target(self, segment: Segment) -> torch.Tensor:
         """Return the memory in which the sum of a segment is computed or received."""
         pieces = _views(segment, self._context.results)
-        # If every rank computes the sum, the term of this rank may share the memory of the result while it is still
-        # being sent to the others, so the sum must not overwrite it.
-        if len(pieces) == 1 and segment.owner is not None:
+        if len(pieces) == 1:
             return pieces[0]
-        target = self._scratch.allocate(segment.size, pieces[0].dtype)
-        self._sums_in_scratch.append((segment, target))
+        target = self._new(segment)
+        self._unplaced.append((segment, target))
         return target
 
     def _sum(self, segment: Segment, target: torch.Tensor) -> None:
         """Sum the terms of a segment in the order of the tree."""
         terms = self._terms.pop(segment)
-        # A term that is being sent must not be written to: its partial sum goes to other memory.
-        sent = [segment.owner is None and self._context.ranks[node] == self._rank for node in segment.nodes]
         for into, other in segment.additions[:-1]:
-            if sent[into]:
-                scratch = self._scratch.allocate(segment.size, target.dtype)
-                terms[into] = torch.add(terms[into], terms[other], out=scratch)
-                sent[into] = False
-            else:
-                terms[into].add_(terms[other])
+            terms[into].add_(terms[other])
         if segment.additions:
             into, other = segment.additions[-1]
             torch.add(terms[into], terms[other], out=target)
@@ -186,11 +182,9 @@ class BucketTransfer:
             target.copy_(terms[0])
         divide([target], self._context.divisor)
 
-    def _is_summed_here(self, segment: Segment) -> bool:
-        return segment.owner is None or segment.owner == self._rank
-
-    def _dtype(self, segment: Segment) -> torch.dtype:
-        return self._context.results[segment.pieces[0].tensor].dtype
+    def _new(self, segment: Segment) -> torch.Tensor:
+        """Return new memory for the elements of a segment."""
+        return self._context.results[segment.pieces[0].tensor].new_empty(segment.size)
 
 
 def _views(segment: Segment, flats: FlatTensors) -> list[torch.Tensor]:

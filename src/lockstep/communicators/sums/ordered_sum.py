@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from lockstep.communicators.communicator import PendingSum, check_complete, check_term
 from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
 from lockstep.communicators.sums.planning import SumPlan
-from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
+from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.errors import OrderError
 from lockstep.tree import Tensors
@@ -21,22 +21,20 @@ from lockstep.tree import Tensors
 MAX_IN_FLIGHT: Final = 2
 """The number of buckets that may be on their way to their owners at once, and as many on their way back."""
 
-NUM_SCRATCH_BUFFERS: Final = 2 * MAX_IN_FLIGHT
-"""The number of buckets that may be in progress at once, each with its own scratch buffer."""
-
 
 class OrderedSum(PendingSum):
     """A sum over all ranks that is computed bucket by bucket; see `PendingSum`.
+
+    Buckets that the transport adds are sent by `add` once they are complete. The others need a thread that adds.
 
     Args:
         channel: The connection to the other ranks.
         plan: The plan of what is sent, and of which rank sums it.
         like: Tensors that have the shapes, dtypes and devices of the result.
         divisor: The number by which the sums are divided, unless it is 1.
-        wire: The format of messages.
-        buffers: `NUM_SCRATCH_BUFFERS` scratch buffers that nothing else uses until the sum has ended.
+        wire: The format of messages; small sums are sent back exactly.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
-            not, `finish` does all the work.
+            not, `finish` does the work that is left.
     """
 
     def __init__(
@@ -47,10 +45,10 @@ class OrderedSum(PendingSum):
         *,
         divisor: float,
         wire: WireFormat,
-        buffers: Sequence[ScratchBuffer],
         background: bool = False,
     ) -> None:
         self._like = like
+        self._plan = plan
         self._results: Tensors = [None] * len(like)
         self._flat_results: FlatTensors = {}
         own = [node for node, rank in enumerate(plan.ranks) if rank == channel.rank]
@@ -61,18 +59,21 @@ class OrderedSum(PendingSum):
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
             self._results[index], self._flat_results[index] = result, result.reshape(-1)
-        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, divisor)
-        # A bucket starts only after the one `NUM_SCRATCH_BUFFERS` before it has ended, so no scratch buffer is used
-        # twice at once.
-        self._transfers = [
-            BucketTransfer(context, bucket, buffers[index % NUM_SCRATCH_BUFFERS])
-            for index, bucket in enumerate(plan.buckets)
-        ]
+        # Rounded once more only where that saves time.
+        wire_back = EXACT if plan.is_small else wire
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor)
+        self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
+        self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
+        self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)
+        for number, bucket in enumerate(plan.buckets):
+            for index in bucket.tensors & here:
+                self._buckets_of[index].append(number)
+        self._sent = 0
+        self._changed = threading.Condition()
+        self._cancelled = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._readiness: BucketReadiness | None = None
-        if background:
-            self._readiness = BucketReadiness([bucket.tensors & here for bucket in plan.buckets])
+        if background and not plan.commutes:
             self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction")
             self._thread.start()
 
@@ -83,14 +84,19 @@ class OrderedSum(PendingSum):
             if tensor is not None:
                 terms[index] = tensor.detach().reshape(-1)
                 if self._results[index] is None:
-                    self._results[index], self._flat_results[index] = tensor, terms[index]
+                    self._results[index], self._flat_results[index] = tensor.detach(), terms[index]
                 missing.discard(index)
         # This must come last, because the thread reads the terms as soon as they count as complete.
-        if self._readiness is not None:
-            self._readiness.count(index)
+        with self._changed:
+            for bucket in self._buckets_of[index]:
+                self._num_missing[bucket] -= 1
+            self._changed.notify()
+        # In the order of buckets and in this thread, because every rank must make the same calls in the same order.
+        while self._plan.commutes and self._sent < len(self._transfers) and self._num_missing[self._sent] == 0:
+            self._send_next()
 
     def finish(self) -> Tensors:
-        """Return the sums; see `PendingSum.finish`."""
+        """Wait for the sums; see `PendingSum.finish`."""
         check_complete(set().union(*self._missing))
         self._wait_for_all()
         with torch.no_grad():
@@ -102,16 +108,17 @@ class OrderedSum(PendingSum):
 
     def abandon(self) -> None:
         """Add zeros for all missing tensors; see `PendingSum.abandon`."""
-        for index in set().union(*self._missing):
-            zeros = torch.zeros_like(self._like[index])
+        for index in sorted(set().union(*self._missing), reverse=True):
+            zeros = torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)
             # Every node gets a clone, because the terms are summed in place.
             self.add(index, [zeros.clone() if index in missing else None for missing in self._missing])
         self._wait_for_all()
 
     def cancel(self) -> None:
         """Stop the thread after the buckets that are in progress."""
-        if self._readiness is not None:
-            self._readiness.cancel()
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify()
 
     def _wait_for_all(self) -> None:
         """Complete all buckets, in the background thread if there is one."""
@@ -141,80 +148,32 @@ class OrderedSum(PendingSum):
         # This cannot deadlock: all ranks start the buckets in the same order, and a message that has been sent can be
         # received without further calls of its sender. So the earliest bucket in progress always continues.
         transfers = self._transfers
-        sent = reduced = received = 0
+        reduced = received = 0
         while received < len(transfers):
-            may_send = sent < len(transfers) and sent < reduced + MAX_IN_FLIGHT
+            may_send = self._sent < len(transfers) and self._sent < reduced + MAX_IN_FLIGHT
             # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first.
-            if may_send and self._is_ready(sent, wait=sent == received):
-                transfers[sent].send_terms()
-                sent += 1
-            elif reduced < sent and reduced < received + MAX_IN_FLIGHT:
+            if may_send and self._is_ready(self._sent, wait=self._sent == received):
+                self._send_next()
+            elif reduced < self._sent and reduced < received + MAX_IN_FLIGHT:
                 transfers[reduced].reduce()
                 reduced += 1
             else:
                 transfers[received].receive_sums()
                 received += 1
 
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        self._transfers[self._sent].send_terms()
+        self._sent += 1
+
     def _is_ready(self, bucket: int, *, wait: bool) -> bool:
         """Return whether all tensors of a bucket are available, after waiting for them if `wait` is true."""
-        if self._readiness is None:
-            return True
         if wait:
-            self._readiness.wait(bucket)
-        return self._readiness.is_ready(bucket)
-
-
-class BucketReadiness:
-    """Counts the tensors that are available, and which buckets are complete with them.
-
-    Args:
-        needs: For each bucket, the tensors that it waits for.
-
-    >>> readiness = BucketReadiness([{2, 1}, {1, 0}, set()])
-    >>> readiness.count(2)
-    >>> readiness.count(1)
-    >>> [readiness.is_ready(bucket) for bucket in range(3)]
-    [True, False, True]
-    """
-
-    def __init__(self, needs: Sequence[Collection[int]]) -> None:
-        self._cancelled = False
-        self._ready = [threading.Event() for _ in needs]
-        self._num_missing = [len(each) for each in needs]
-        self._waiting: defaultdict[int, list[int]] = defaultdict(list)
-        for bucket, each in enumerate(needs):
-            if not each:
-                self._ready[bucket].set()
-            for index in each:
-                self._waiting[index].append(bucket)
-
-    def count(self, index: int) -> None:
-        """Count a tensor as available. Only one thread may call this, because it takes no lock."""
-        for bucket in self._waiting[index]:
-            self._num_missing[bucket] -= 1
-            if self._num_missing[bucket] == 0:
-                self._ready[bucket].set()
-
-    def is_ready(self, bucket: int) -> bool:
-        """Return whether all tensors that a bucket needs are available."""
-        return self._ready[bucket].is_set() and not self._cancelled
-
-    def wait(self, bucket: int) -> None:
-        """Wait until all tensors that a bucket needs are available.
-
-        Raises:
-            OrderError: If no further tensors will become available.
-        """
-        self._ready[bucket].wait()
-        if self._cancelled:
-            raise OrderError("All announced terms must be added before Python ends.")
-
-    def cancel(self) -> None:
-        """Wake all threads that wait, because no further tensors will become available."""
-        # This must come before the events: a thread that wakes up must see it.
-        self._cancelled = True
-        for each in self._ready:
-            each.set()
+            with self._changed:
+                self._changed.wait_for(lambda: self._cancelled or self._num_missing[bucket] == 0)
+            if self._cancelled:
+                raise OrderError("All announced terms must be added before Python ends.")
+        return self._num_missing[bucket] == 0 and not self._cancelled
 
 
 def cancel_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:

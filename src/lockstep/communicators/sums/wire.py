@@ -1,15 +1,11 @@
-"""Formats in which elements are sent between ranks, exact or compressed, and scratch memory for messages."""
+"""Formats in which elements are sent between ranks, exact or compressed."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
-SCRATCH_ALIGNMENT: Final = 64
-"""Bytes. Every tensor in a scratch buffer begins at a multiple of this, where kernels are fastest."""
 COMPRESSED_DTYPES: Final = (torch.float32, torch.float64)
 """The dtypes that compressed formats apply to; tensors of other dtypes are sent as they are."""
 LARGEST_EXPONENT: Final = 15
@@ -18,68 +14,27 @@ SCALE_LENGTH: Final = 2
 """The number of float16 elements that hold the scale of a message, which is a float32."""
 
 
-class ScratchBuffer:
-    """A block of memory from which flat tensors are allocated until it is reset.
+class WireFormat:
+    """The format in which flat tensors are sent; as it is, exact: every message is the tensor itself."""
 
-    It is kept from sum to sum, because newly allocated memory for messages would cost as much as the copy into it.
-
-    Args:
-        device: The device of the memory.
-
-    >>> scratch = ScratchBuffer(torch.device("cpu"))
-    >>> scratch.allocate(3, torch.float32).shape
-    torch.Size([3])
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8, device=device)
-        self._used = 0
-
-    def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized flat tensor.
-
-        Args:
-            size: The number of elements.
-            dtype: The dtype of the tensor.
-        """
-        num_bytes = -(-size * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        if self._used + num_bytes > self._block.numel():
-            # A longer block replaces the current one. Tensors in the old block keep it alive and stay valid.
-            self._block = self._block.new_empty(max(2 * self._block.numel(), num_bytes))
-            self._used = 0
-        part = self._block[self._used : self._used + size * dtype.itemsize]
-        self._used += num_bytes
-        return part.view(dtype)
-
-    def reset(self) -> None:
-        """Release all memory for reuse. Tensors that were allocated before must no longer be in use."""
-        self._used = 0
-
-
-class WireFormat(ABC):
-    """The format in which flat tensors are sent."""
-
-    @abstractmethod
-    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the message for a tensor, which may be the tensor itself.
 
         Args:
             tensor: The flat tensor to send. It is not changed.
-            scratch: The memory for the message, if it is not the tensor.
         """
+        return tensor
 
-    @abstractmethod
-    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+    def receive_buffer(self, target: torch.Tensor) -> torch.Tensor:
         """Return a tensor into which the message for a tensor can be received, which may be the tensor itself.
 
         Args:
             target: The flat tensor that the message is decoded into afterwards.
-            scratch: The memory for the message, if it is not the tensor.
         """
+        return target
 
-    @abstractmethod
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements in a message to a tensor.
+        """Write the elements in a message to a tensor, unless they were received into it.
 
         Args:
             message: The message as `encode` returned it on the rank that sent it.
@@ -87,21 +42,8 @@ class WireFormat(ABC):
         """
 
 
-class ExactFormat(WireFormat):
-    """The exact format: every message is the tensor itself."""
-
-    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
-        """Return the tensor itself."""
-        del scratch
-        return tensor
-
-    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
-        """Return the target itself."""
-        del scratch
-        return target
-
-    def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Leave the target unchanged, because the message was received into it."""
+EXACT: Final = WireFormat()
+"""The exact format."""
 
 
 class _HalfFormat(WireFormat):
@@ -111,18 +53,18 @@ class _HalfFormat(WireFormat):
     prefix = 0
     """The number of elements of a message before its numbers."""
 
-    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a message with the rounded elements."""
-        message = self.receive_buffer(tensor, scratch)
+        message = self.receive_buffer(tensor)
         if message is not tensor:
             self._round(tensor, message)
         return message
 
-    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+    def receive_buffer(self, target: torch.Tensor) -> torch.Tensor:
         """Return memory for a compressed message, or the target if its dtype is not compressed."""
         if target.dtype not in COMPRESSED_DTYPES:
             return target
-        return scratch.allocate(self.prefix + target.numel(), self.dtype)
+        return target.new_empty(self.prefix + target.numel(), dtype=self.dtype)
 
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
         """Write the rounded elements to the target."""
@@ -178,11 +120,7 @@ def wire_format(compression: str | None) -> WireFormat:
     Raises:
         ValueError: If there is no format with this name.
     """
-    formats: dict[str | None, Callable[[], WireFormat]] = {
-        None: ExactFormat,
-        "bf16": BFloat16Format,
-        "fp16": Float16Format,
-    }
+    formats = {None: EXACT, "bf16": BFloat16Format(), "fp16": Float16Format()}
     if compression not in formats:
         raise ValueError(f"`compression` must be None, 'bf16' or 'fp16', got {compression!r}.")
-    return formats[compression]()
+    return formats[compression]

@@ -7,14 +7,18 @@ from lockstep.communicators.transport.channel import (
     PostedWork as PostedWork,
     Works as Works,
 )
-from lockstep.communicators.transport.messages import MessageTable as MessageTable, exchange as exchange
+from lockstep.communicators.transport.messages import (
+    ROW_ALIGNMENT as ROW_ALIGNMENT,
+    MessageTable as MessageTable,
+    exchange as exchange,
+)
 from lockstep.communicators.transport.packing import (
     LONG_TENSOR_BYTES as LONG_TENSOR_BYTES,
+    TensorSpec as TensorSpec,
     all_reduce as all_reduce,
     begin_all_reduce as begin_all_reduce,
     broadcast as broadcast,
     gather_owned as gather_owned,
-    pack as pack,
     plan_packets as plan_packets,
     unpack as unpack,
 )

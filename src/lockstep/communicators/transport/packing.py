@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -14,11 +15,34 @@ OWNED_TAG: Final = 3
 """The tag of tensors that their owners send."""
 PACKET_BYTES: Final = 2**25
 """Bytes. Tensors are sent together up to this total length."""
+HOST: Final = torch.device("cpu")
 LONG_TENSOR_BYTES: Final = 2**18
 """Bytes. A tensor of this length or more is summed in place, which costs less than copying it into a packet."""
 
 
-def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: int, alone: int) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The properties of a flat tensor that a plan depends on.
+
+    Attributes:
+        size: The number of elements.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
+    """
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device = HOST
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes."""
+        return self.size * self.dtype.itemsize
+
+
+def plan_packets(
+    like: Sequence[torch.Tensor | TensorSpec], order: Iterable[int], *, limit: int, alone: int
+) -> list[list[int]]:
     """Return which tensors are sent together, in the order in which they are sent.
 
     Only sizes, dtypes and devices count: ranks with the same tensors plan the same packets, whatever the strides.

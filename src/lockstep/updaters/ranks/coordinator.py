@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
@@ -32,8 +31,8 @@ GATHERS: Final = "gathers state"
 """The key of a message of a rank that is about to gather state."""
 
 
-class Coordinator(ABC):
-    """Where the updater communicates with other ranks, if there are any."""
+class Coordinator:
+    """Where the updater communicates with other ranks; as it is for a process that is the whole run."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -47,24 +46,27 @@ class Coordinator(ABC):
         if self._process != os.getpid():
             raise fork_error("ParallelUpdater")
 
-    @abstractmethod
     def start_update(self) -> None:
         """Prepare for an update, or for one half of an update.
 
         Raises:
             OrderError: If this process was forked from the one that built the updater.
         """
+        self.check_process()
 
-    @abstractmethod
     def state_loaded(self) -> None:
         """Record that the state was replaced, so that ranks compare it again."""
 
-    @abstractmethod
     def reporting_errors(self) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception raised inside it to the other ranks."""
+        return NO_CONTEXT
 
-    @abstractmethod
-    def agree(self, position: Position, batches: Sequence[Described], interrupts: UpdateSigint) -> None:
+    def agree(
+        self,
+        position: Position,  # noqa: ARG002 - no rank to compare with
+        batches: Sequence[Described],  # noqa: ARG002 - see above
+        interrupts: UpdateSigint,
+    ) -> None:
         """Check that no rank has failed or was interrupted so far; from here on all ranks hold interrupts.
 
         Args:
@@ -77,8 +79,8 @@ class Coordinator(ABC):
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
         """
+        interrupts.check_and_hold()
 
-    @abstractmethod
     def start_gather(self) -> None:
         """Check that every rank is about to gather state.
 
@@ -87,43 +89,12 @@ class Coordinator(ABC):
             PeerError: If a rank failed.
         """
 
-    @abstractmethod
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
 
         Args:
             interrupts: The interrupts of this rank.
         """
-
-
-class LocalCoordinator(Coordinator):
-    """The coordinator of a process that is the whole run."""
-
-    def start_update(self) -> None:
-        """Check that this is the process that built the updater."""
-        self.check_process()
-
-    def state_loaded(self) -> None:
-        """Return at once; there is nothing to compare."""
-
-    def reporting_errors(self) -> AbstractContextManager[None]:
-        """Return a context manager without effect."""
-        return NO_CONTEXT
-
-    def agree(
-        self,
-        position: Position,  # noqa: ARG002 - no rank to compare with
-        batches: Sequence[Described],  # noqa: ARG002 - see above
-        interrupts: UpdateSigint,
-    ) -> None:
-        """Deliver pending interrupts, then hold later ones."""
-        interrupts.check_and_hold()
-
-    def start_gather(self) -> None:
-        """Return at once; this process has the whole state."""
-
-    def hold_interrupts(self, interrupts: UpdateSigint) -> None:
-        """Deliver pending interrupts, then hold later ones."""
         interrupts.check_and_hold()
 
 
@@ -220,7 +191,7 @@ class RankCoordinator(Coordinator):
             reports.append(each["report"])
         # After the positions: digests of different parts of the state cannot be compared.
         self._consistency.check_digests(digests)
-        return None if self._sum.must_repeat(messages) or repeat else reports
+        return None if self._sum.must_repeat or repeat else reports
 
     def end_exchange(self) -> None:
         """End an exchange: an error that is raised from here on must be reported to the other ranks."""

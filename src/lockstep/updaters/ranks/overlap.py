@@ -1,11 +1,4 @@
-"""Send gradients while backward still computes others, where recent updates predict what there will be to send.
-
-Ranks can only sum what they know about, and they describe their partial sums to each other only after backward. So this
-module predicts: two equal reductions in a row are followed by a third. All ranks make the same prediction, because they
-predict from what was sent to all. From a prediction until the next message, every rank takes part in one pending sum. A
-rank that fails, or that has something else than predicted, contributes zeros, so no rank waits. If any rank did so, the
-ranks that have sent their gradients compute them again.
-"""
+"""Send the gradients of a predicted sum while backward still computes others."""
 
 from __future__ import annotations
 
@@ -13,25 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.communicators import Communicator, Contribution, PendingSum
-from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.communicators import Contribution, PendingSum
+from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute import RankShare
-
-REPEATS_BEFORE_PREDICTION: Final = 2
-"""The number of equal reductions in a row before the first prediction. It doubles after each wrong prediction."""
-MAX_REPEATS: Final = 1024
-"""The largest number of equal reductions that is required before a prediction."""
-
-KEPT: Final = "kept"
-SENT: Final = "sent"
-SPOILED: Final = "spoiled"
-"""What a rank did with its partial sums: it kept all of them, sent all of them, or neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,108 +38,6 @@ class Prediction:
             and not any(each.sparse for each in self.contributions)
             and all(tensor.device.type == "cpu" for tensor in self.like)
         )
-
-
-class Overlap:
-    """Predicts reductions, and sends gradients to a pending sum.
-
-    Args:
-        communicator: The communicator of the run.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._last: Prediction | None = None
-        self._repeats = 0
-        self._repeats_needed = REPEATS_BEFORE_PREDICTION
-        self._prediction: Prediction | None = None
-        self._pending: PendingSum | None = None
-        self._early_send: EarlySend | None = None
-        self._was_predicted = False
-        self._summed: Tensors | None = None
-
-    def observe(self, found: Prediction | None, *, steady: bool = True) -> None:
-        """Record a reduction that all ranks have made, and predict the next one.
-
-        Args:
-            found: The reduction; None for one after which nothing can be predicted.
-            steady: Whether shards stay where they are and ranks are not being timed, which early sending would disturb.
-        """
-        last = self._last
-        # Whether a reduction can be sent early is only checked when it differs from the last one, to save time.
-        is_known = found == last and found is not None and last is not None and found.like is last.like
-        if found is not None and not is_known and not found.can_be_sent_early:
-            found = None
-        self._repeats = self._repeats + 1 if found is not None and found == last else 1
-        self._last = found
-        self._prediction = found if steady and self._repeats >= self._repeats_needed else None
-
-    def begin_predicted(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
-        """Begin the predicted sum, if it is the one that is about to be computed.
-
-        Args:
-            key: Identifies the computation and the sizes of its batches.
-            share: The shards of this rank.
-            like: Tensors with the shapes, dtypes and devices of the gradients.
-
-        Returns:
-            The receiver of this rank's gradients; None if another sum was predicted, or none.
-        """
-        prediction = self._prediction
-        if prediction is None or prediction.key != key or prediction.like is not like:
-            return None
-        self._pending = self._communicator.begin_sum(prediction.contributions, like)
-        announced = prediction.contributions[self._communicator.rank]
-        self._early_send = EarlySend(self._pending, announced, share)
-        return self._early_send
-
-    def end_prediction(self) -> str:
-        """Ensure that no rank waits for gradients of this rank; called before every message.
-
-        Returns:
-            The state of the gradients: `KEPT`, `SENT` or `SPOILED`.
-        """
-        prediction, send, pending = self._prediction, self._early_send, self._pending
-        self._prediction = self._early_send = self._summed = None
-        self._was_predicted = prediction is not None
-        if prediction is None or (send is not None and send.is_complete):
-            return KEPT if prediction is None else SENT
-        # From here on the pending sum is worthless, here by its zeros and on the other ranks by this rank's answer.
-        self._pending = None
-        # Another computation than the predicted one, or an error: the other ranks may have begun the sum, so this rank
-        # must begin it too and contribute zeros.
-        if pending is None:
-            pending = self._communicator.begin_sum(prediction.contributions, prediction.like)
-        pending.abandon()
-        return SPOILED if send is not None and send.has_begun else KEPT
-
-    def wait(self) -> None:
-        """Wait for the sum that was begun, if any; called after every message."""
-        pending, self._pending = self._pending, None
-        # Also where another rank has contributed zeros: the transfers must end before the next sum begins.
-        if pending is not None:
-            self._summed = pending.finish()
-
-    def must_repeat(self, fates: Sequence[str]) -> bool:
-        """Return whether all ranks must compute their shares again, because some have sent theirs in vain.
-
-        Args:
-            fates: The state of the gradients of each rank, as `end_prediction` returns it.
-        """
-        kept, sent = fates.count(KEPT), fates.count(SENT)
-        if sent == len(fates):
-            return False
-        # Some rank has contributed zeros, or nothing was predicted.
-        self._summed = None
-        if self._was_predicted:
-            self._repeats_needed = min(2 * self._repeats_needed, MAX_REPEATS)
-        # Ranks that kept their sums could go on, but not alone: all ranks repeat the attempt together.
-        return kept < len(fates)
-
-    def pop_sums(self) -> Tensors | None:
-        """Return the sums if they have arrived already, and forget them."""
-        summed, self._summed = self._summed, None
-        return summed
 
 
 class EarlySend:

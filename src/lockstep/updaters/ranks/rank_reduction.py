@@ -14,7 +14,6 @@ from lockstep.communicators import Communicator
 from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt import Attempt, Described, Exchange
 from lockstep.updaters.compute import ShardAssignment, workloads_of
-from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
@@ -232,7 +231,7 @@ def join_ranks(
                 '"auto" on all of them, or numbers on each.'
             )
     one_machine = len(set(machines)) == 1
-    total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=one_machine)
+    total = RankSum(communicator, one_machine=one_machine)
     coordinator = RankCoordinator(communicator, consistency, total)
     # A single rank whose shards cannot move is enough to keep all shards where they are.
     return RankReduction(

@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Auditor, Deferral
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
+from lockstep.updaters.ranks import Coordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -156,7 +156,7 @@ def assemble(
         for each in training.iterators.values():
             each.load_only(engine.own_samples)
     _warn_of_shards(recipe, engine, communicator)
-    coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
+    coordinator = Coordinator() if ranks is None else ranks.coordinator
     shared = share_out(
         training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
     )
