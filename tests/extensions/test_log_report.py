@@ -118,7 +118,7 @@ def test_a_log_interrupted_between_two_lines_writes_none_twice(tmp_path: Path) -
 
 @pytest.mark.parametrize("state", [{}, {"entries": 0}, {"entries": 0, "last": {}, "averages": {}, "more": 1}])
 def test_a_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(StateError, match="The state of LogReport must hold 'entries', 'last', 'averages'"):
+    with pytest.raises(StateError, match="The state of LogReport must hold 'entries', 'last', 'position', 'averages'"):
         LogReport().load_state_dict(state)
 
 

@@ -16,6 +16,7 @@ import pytest
 import lockstep as ls
 from lockstep.errors import OrderError, SideFileError, SideFileWarning, SnapshotError, SnapshotWarning
 from lockstep.extensions import CSVLogger, LogReport, RunRecord
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 from tests.support.plain_updaters import CountingUpdater
 from tests.support.side_files import (
@@ -218,7 +219,7 @@ def test_the_size_of_a_log_changes_no_snapshot(tmp_path: Path) -> None:
         trainer.run()
         sizes.append(sorted(report.state_dict()))
         assert report.num_entries == UPDATES // every
-    assert sizes[0] == sizes[1] == ["averages", "entries", "last"]
+    assert sizes[0] == sizes[1] == ["averages", "entries", "last", "position"]
 
 
 def logged(out: Path) -> list[int]:
@@ -286,3 +287,33 @@ def test_a_log_of_many_entries_is_no_part_of_a_snapshot(tmp_path: Path) -> None:
     trainer.run()
     manifest = (tmp_path / "snapshots/00000004/snapshot.json").read_bytes()
     assert manifest.count(b"value 999") < 5
+
+
+def test_a_resume_parses_no_line_of_a_log_that_is_as_it_was(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a line was parsed")
+
+    monkeypatch.setattr(SideFile, "read_lines", refuse)
+    report = LogReport(trigger=(1, "update"))
+    trainer = Trainer(build(out).updater, (UPDATES, "update"), out, [report])
+    with pytest.warns(UserWarning, match="were removed"):
+        trainer.run(resume="auto")
+    assert report.num_entries == UPDATES
+    assert [entry["iteration"] for entry in report.log] == list(range(1, UPDATES + 1))
+
+
+@pytest.mark.parametrize("without", [["position"], []])
+def test_a_log_that_has_changed_is_parsed(out: Path, folders: dict[str, Path], without: list[str]) -> None:
+    # As the state of another rank, whose clock differs, or of an earlier version.
+    lines = (out / "log.jsonl").read_text().replace('"elapsed_time": ', '"elapsed_time": 1')
+    (out / "log.jsonl").write_text(lines)
+    trainer = build(out)
+    load = LogReport.load_state_dict
+
+    def load_earlier(report: LogReport, state: dict[str, Any]) -> None:
+        load(report, {name: value for name, value in state.items() if name not in without})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LogReport, "load_state_dict", load_earlier)
+        trainer.run(resume="auto")
+    assert timeless(out)["log"] == timeless(folders["whole"])["log"]

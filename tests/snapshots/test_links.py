@@ -42,7 +42,7 @@ def bound(path: Path) -> None:
 
 KINDS: dict[str, Callable[[Path], object]] = {
     "a link": link,
-    "a pipe": os.mkfifo,
+    "a FIFO": os.mkfifo,
     "a device": device,
     "a socket": bound,
     "a file": Path.touch,

@@ -35,7 +35,7 @@ NAME = "zygote"
 """The name by which /proc tells the process that is forked from its forks."""
 NETWORK = "NETWORK_NAMESPACE"
 """The variable with the name of the network namespace in which a process runs, as by `ip netns exec`."""
-AGENTS = {"lockstep", "torch.distributed.run"}
+AGENTS = {"lockstep", "torch.distributed.run", "tests.support.programs.launched"}
 """Modules whose processes start processes, which are to be theirs; they get a process to fork from as well."""
 
 

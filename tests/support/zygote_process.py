@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import importlib
 import os
 import pickle
 import runpy
@@ -41,6 +42,8 @@ def main(descriptor: int, path: Sequence[str]) -> CodeType:
     """
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in the forks"
     PATH[:] = [each for each in path if each not in _python_path()]
+    for module in os.environ.get("PRELOADED", "").split():
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or the first collection of every fork would copy all pages
     return _serve(descriptor)

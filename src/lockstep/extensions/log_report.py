@@ -6,12 +6,13 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
-from lockstep.side_files import SideFile
+from lockstep.side_files import SideFile, kind_of
 from lockstep.snapshots import first_rank_in_folder
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
@@ -32,9 +33,9 @@ class LogReport(Extension):
     observed since the last entry: sums divided by summed weights, so that samples count equally even if updates had
     different sizes. Numbers that are not finite are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    The log is not part of a snapshot; the number of its entries and the last one are. A run that resumes reads the
-    entries up to there from the file, and removes lines, complete or not, that a killed process wrote later. If it
-    resumes in another folder, it copies them. A `SideFileWarning` names a log that is absent or too short, and the log
+    The log is not part of a snapshot; its position is, with the last entry. A run that resumes keeps the file up to
+    there, and removes lines, complete or not, that a killed process wrote later. If it resumes in another folder, it
+    copies them. A `SideFileWarning` names a log that is absent or too short, and the log
     begins with what there is. A new run in the folder of an old one starts a new log with its first entry. With several
     processes, each process has the log in memory, and the first rank of each folder writes the file.
 
@@ -76,22 +77,28 @@ class LogReport(Extension):
         self.last = tuple(last)
         self.sums = tuple(sums)
         self.required = required
-        self._log: list[LogEntry] = []
-        self._file: SideFile | None = None
-        # The number of entries and the last one of a saved state, until the entries are read.
-        self._position: tuple[int, LogEntry] | None = None
+        self._file = SideFile(Path(), filename, required=required)
+        self._writes = False
+        self._num_entries = 0
+        self._last: LogEntry = {}
+        # Of the lines of a log that is resumed, none is parsed before something asks for the entries.
+        self._entries: list[LogEntry] = []
+        # What a saved state says of the lines, until they are read.
+        self._saved: Mapping[str, Any] | None = None
         self._means = IntervalMeans(last=last, sums=sums)
         self._unobserved = Unobserved("`keys` of LogReport", self.keys)
 
     @property
     def log(self) -> list[LogEntry]:
         """All entries so far, including those before the run was resumed, in a new list."""
-        return list(self._log)
+        if len(self._entries) < self._num_entries:
+            self._entries = [_entry(json.loads(line)) for line in self._file.content.splitlines()]
+        return list(self._entries)
 
     @property
     def num_entries(self) -> int:
         """The number of entries."""
-        return len(self._log)
+        return self._num_entries
 
     def collect(self, trainer: Trainer) -> None:
         """Add the observation of one update to the averages; nothing is read from the device."""
@@ -109,16 +116,18 @@ class LogReport(Extension):
             "elapsed_time": trainer.elapsed_time,
         }
         entry.update(self._means.compute())
-        if self._file is not None:
-            self._file.append(_line(entry))
-        self._log.append(entry)
+        line = _line(entry)
+        (self._file.append if self._writes else self._file.add)(line)
+        if len(self._entries) == self._num_entries:
+            self._entries.append(entry)
+        self._num_entries, self._last = self._num_entries + 1, entry
         self._means.clear()
 
     def prepare(self, trainer: Trainer) -> None:
-        """Read the entries of a saved state. Every rank must call this."""
-        if self._position is not None:
-            self._log = _read(trainer, self.filename, *self._position)
-            self._position = None
+        """Read the lines of a saved state. Every rank must call this."""
+        if self._saved is not None:
+            self._begin(_read(trainer, self.filename, self._saved))
+            self._saved = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
@@ -130,39 +139,54 @@ class LogReport(Extension):
                     f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(others)}. "
                     "Leave one out, or pass filename=."
                 )
-            file = SideFile(trainer.out, self.filename, required=self.required)
-            file.check()
-            file.begin(b"".join(map(_line, self._log)))
-            self._file = file
+            self._file.folder = trainer.out
+            self._file.check()
+            self._writes = True
 
     def finalize(self, trainer: Trainer) -> None:
         """Write what could not be written before."""
-        known = {name for entry in self._log for name in entry}
+        known = {name for entry in (self.log if self.keys else []) for name in entry}
         self._unobserved.check(trainer, known | trainer.observation.keys(), at_end=True)
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        if self._writes:
+            self._writes = False
+            self._file.close()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of entries, the last one, and the averages of the current interval."""
+        """Return where the log is, its last entry, and the averages of the current interval."""
         # A run that resumes from this state reads the entries from the file.
-        if self._file is not None:
+        if self._writes:
             self._file.write(durable=True)
-        count, last = self._position or (len(self._log), self._log[-1] if self._log else {})
         # The last one, because a rank that survives may save a state whose last entry rank 0 did not write any more.
-        return {"entries": count, "last": dict(last), "averages": self._means.state_dict()}
+        return {**(self._saved or self._where), "averages": self._means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state, also one that holds all entries, as those of earlier versions did."""
-        holds_all = "log" in state
-        check_keys(state, ("log", "averages") if holds_all else ("entries", "last", "averages"), of="LogReport")
-        entries = [dict(entry) for entry in state["log"]] if holds_all else self._log
-        position = None if holds_all else (int(state["entries"]), dict(state["last"]))
-        if position == (len(self._log), self._log[-1] if self._log else {}):
-            position = None
+        """Load a saved state, also one of an earlier version, which has all entries or no position."""
+        content, saved = self._file.content, None
+        if "log" in state:
+            check_keys(state, ("log", "averages"), of="LogReport")
+            content = b"".join(_line(dict(entry)) for entry in state["log"])
+        else:
+            given = {"position": None, **state}
+            check_keys(given, (*self._where, "averages"), of="LogReport")
+            position = None if given["position"] is None else (int(given["position"][0]), str(given["position"][1]))
+            saved = {"entries": int(given["entries"]), "last": dict(given["last"]), "position": position}
         # First, because it can fail: an error must change nothing.
         self._means.load_state_dict(state["averages"])
-        self._log, self._position = entries, position
+        if saved is None:
+            self._begin(content)
+        elif saved != self._where:
+            self._saved = saved
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        """The number of entries and the last one, and the position of the file."""
+        return {"entries": self._num_entries, "last": self._last, "position": self._file.position}
+
+    def _begin(self, content: bytes) -> None:
+        """Begin with the lines of an earlier run."""
+        self._file.begin(content)
+        self._num_entries, self._entries = content.count(b"\n"), []
+        self._last = _entry(json.loads(content.splitlines()[-1])) if content else {}
 
 
 def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
@@ -186,27 +210,34 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
     return extension
 
 
-def _read(trainer: Trainer, filename: str, count: int, last: LogEntry) -> list[LogEntry]:
-    """Read the entries of a saved state from the file of the run that saved it. Every rank must call this."""
-    source, communicator = trainer.resumption, trainer.updater.communicator
+def _read(trainer: Trainer, filename: str, saved: Mapping[str, Any]) -> bytes:
+    """Read the lines of a saved state from the file of the run that saved it. Every rank must call this."""
+    source, communicator, count = trainer.resumption, trainer.updater.communicator, saved["entries"]
     file = SideFile(trainer.out if source is None or source.same_run else source.path.parent.parent, filename)
+    kept = None if saved["position"] is None else file.read_until(saved["position"])
+    if kept is None:
+        kept = _parse(file, count, saved["last"])
+    # Ranks may see other folders, of which one may be new.
+    found = [int(each) for each in communicator.exchange(str(kept.count(b"\n")).encode())]
+    owner = found.index(max(found))
+    if found[owner] < count and trainer.is_main:
+        state = f"has {found[0]} of them" if kind_of(file.path) else "is absent"
+        rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {state}."
+        warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
+    if found == found[:1] * communicator.size:
+        return kept
+    return communicator.exchange(kept if owner == communicator.rank else b"")[owner]
+
+
+def _parse(file: SideFile, count: int, last: LogEntry) -> bytes:
+    """Return the lines up to a saved state of a log that has changed since, or has other times than that state."""
     entries = list[LogEntry]()
-    is_absent = file.read_lines(lambda values: entries.append(_entry(values))) is None
+    file.read_lines(lambda values: entries.append(_entry(values)))
     # What follows was logged after the state was saved.
     entries = [entry for entry in entries[:count] if entry["iteration"] <= last["iteration"]]
     if last and (not entries or entries[-1]["iteration"] < last["iteration"]):
         entries.append(last)
-    # Ranks may see other folders, of which one may be new.
-    found = [int(each) for each in communicator.exchange(str(len(entries)).encode())]
-    owner = found.index(max(found))
-    if found[owner] < count and trainer.is_main:
-        state = "is absent" if is_absent else f"has {len(entries)} of them"
-        rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {state}."
-        warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
-    if found == [len(entries)] * communicator.size:
-        return entries
-    text = b"".join(map(_line, entries)) if owner == communicator.rank else b""
-    return [_entry(json.loads(line)) for line in communicator.exchange(text)[owner].splitlines()]
+    return b"".join(map(_line, entries))
 
 
 def _line(entry: LogEntry) -> bytes:

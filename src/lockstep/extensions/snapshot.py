@@ -335,7 +335,7 @@ class Snapshot(Extension):
         """Log the digests of an update, and warn if it had others before."""
         repeated = None if self._log is None else self._log.record(record)
         if repeated is not None:
-            warnings.warn(str(repeated), DeterminismWarning, stacklevel=2)
+            warnings.warn(repeated, DeterminismWarning, stacklevel=2)
 
     def _is_writer(self, trainer: Trainer) -> bool:
         """Return whether this rank writes. Every rank must call this."""

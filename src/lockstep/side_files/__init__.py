@@ -3,5 +3,6 @@
 from lockstep.side_files.side_file import (
     DAMAGE as DAMAGE,
     SideFile as SideFile,
+    kind_of as kind_of,
     report_unwritten as report_unwritten,
 )

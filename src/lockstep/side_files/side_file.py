@@ -8,12 +8,12 @@ nothing outside of the folder is read or changed, and what is damaged is named b
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -35,6 +35,18 @@ _SHOWN: Final = 60
 """The number of characters of a damaged line in an error."""
 
 
+def kind_of(path: Path) -> str:
+    """Return what a path is, such as "a folder" or "a link", which is not followed; empty if there is nothing.
+
+    Args:
+        path: The path.
+    """
+    try:
+        return _KINDS.get(stat.filemode(path.lstat().st_mode)[0], "something else")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
 class SideFile:
     """A file in the folder of a run, whose whole content is in memory while the run writes it.
 
@@ -48,27 +60,37 @@ class SideFile:
         required: Whether a write that fails raises instead of warning.
 
     Attributes:
-        path: The path of the file.
+        folder: The folder of the run. It may be set to another one, into which the next write writes all of the file.
 
     Raises:
         ValueError: If the name leads out of the folder.
     """
 
     def __init__(self, folder: Path, name: str | Path, *, required: bool = False) -> None:
-        self._folder, self._parts = folder, PurePath(name).parts
-        if not self._parts or PurePath(name).is_absolute() or ".." in self._parts:
+        self.folder, self._name = folder, PurePath(name)
+        if not self._name.parts or self._name.is_absolute() or ".." in self._name.parts:
             raise ValueError(f"`filename` must be a path below the folder of the run, got {str(name)!r}.")
-        self.path = folder / name
-        self._new = self.path.with_name(f"{self.path.name}.new")
         self._required = required
-        self._content = bytearray()
         self._on_disk: tuple[int, int, int] | None = None
-        self._is_begun = False
+        self.begin()
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.folder / self._name
 
     @property
     def content(self) -> bytes:
         """What the file holds, or will hold as soon as it can be written."""
         return bytes(self._content)
+
+    @property
+    def position(self) -> list[Any]:
+        """The size of the content and its SHA-256, by which `read_until` knows it again."""
+        with memoryview(self._content) as content:
+            self._hash.update(content[self._hashed :])
+        self._hashed = len(self._content)
+        return [self._hashed, self._hash.hexdigest()]
 
     def check(self) -> None:
         """Check that the file, if it exists, is a regular file in folders that are no links.
@@ -76,8 +98,16 @@ class SideFile:
         Raises:
             SideFileError: If it is not. The message names it.
         """
-        with self._reading():
-            self._check()
+        folders = list(self._name.parents)[:-1]
+        for name in [*folders, self._name, self._new]:
+            path, wanted = self.folder / name, "a folder" if name in folders else "a file"
+            try:
+                kind = kind_of(path)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if kind not in {"", wanted}:
+                rule = "a regular file" if wanted == "a file" else wanted
+                raise SideFileError(f"{path} must be {rule}, got {kind}. Move it away.")
 
     def read(self) -> bytes | None:
         """Return what is on the disk; None if there is no file.
@@ -86,9 +116,26 @@ class SideFile:
             SideFileError: If it cannot be read, or is not a regular file.
         """
         self.check()
-        with self._reading(), os.fdopen(_open(self.path, os.O_RDONLY), "rb") as file:
-            return file.read()
-        return None
+        try:
+            with os.fdopen(_open(self.path, os.O_RDONLY), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def read_until(self, position: tuple[int, str]) -> bytes | None:
+        """Return what the file held at a position; None if it has changed since, or if there is no file.
+
+        Args:
+            position: What `position` was.
+
+        Raises:
+            SideFileError: If it cannot be read, or is not a regular file.
+        """
+        size, digest = position
+        found = (self.read() or b"")[:size]
+        return found if hashlib.sha256(found).hexdigest() == digest else None
 
     def read_lines(self, take: Callable[[Any], object], *, strict: bool = True) -> int | None:
         """Read lines of JSON. What follows the last line break was not finished by a process that was killed.
@@ -143,6 +190,7 @@ class SideFile:
     def begin(self, content: bytes = b"") -> None:
         """Set the whole content. The disk is unchanged until the next write, so that a start may still be refused."""
         self._content, self._on_disk, self._is_begun = bytearray(content), None, False
+        self._hash, self._hashed = hashlib.sha256(), 0
 
     def add(self, data: bytes) -> None:
         """Add to the content without writing it."""
@@ -183,7 +231,7 @@ class SideFile:
         """
         self._is_begun = True
         try:
-            self._check()
+            self.check()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self._extend(durable):
                 self._replace()
@@ -199,26 +247,13 @@ class SideFile:
         if self._is_begun:
             self.write(durable=True)
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Name the file in errors of the system, other than that it or its folder does not exist."""
-        try:
-            yield
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise SideFileError(f"{self.path} cannot be read: {error.strerror}.") from error
+    @property
+    def _new(self) -> PurePath:
+        """The name of the file that replaces this one."""
+        return self._name.with_name(f"{self._name.name}.new")
 
-    def _check(self) -> None:
-        """Check what exists of the folders below that of the run, of the file, and of the one that will replace it."""
-        folders = [self._folder.joinpath(*self._parts[:depth]) for depth in range(1, len(self._parts))]
-        for path in [*folders, self.path, self._new]:
-            is_file = path in {self.path, self._new}
-            with suppress(FileNotFoundError, NotADirectoryError):
-                mode = path.lstat().st_mode
-                if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
-                    wanted, found = "a regular file" if is_file else "a folder", _KINDS[stat.filemode(mode)[0]]
-                    raise SideFileError(f"{path} must be {wanted}, got {found}. Move it away.")
+    def _unreadable(self, error: OSError) -> SideFileError:
+        return SideFileError(f"{self.path} cannot be read: {error.strerror}.")
 
     def _extend(self, durable: bool) -> bool:
         """Write behind what is on the disk; return False if that is not what was last written."""
@@ -237,17 +272,18 @@ class SideFile:
 
     def _replace(self) -> None:
         """Replace the file in one step, so that a process that is killed leaves the old one or the new one."""
-        self._new.unlink(missing_ok=True)
-        descriptor = _open(self._new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        new = self.folder / self._new
+        new.unlink(missing_ok=True)
+        descriptor = _open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self._write_from(descriptor, 0)
             os.fsync(descriptor)
         except OSError:
-            self._new.unlink()
+            new.unlink()
             raise
         finally:
             os.close(descriptor)
-        self._new.replace(self.path)
+        new.replace(self.path)
         # Otherwise the name of a new file might be gone after a power failure.
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -19,9 +19,9 @@ import torch
 
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
+from lockstep.side_files import kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, folder_name, model_file
 from lockstep.snapshots.disk import Disk
-from lockstep.snapshots.files import kind_of
 from lockstep.snapshots.manifest import FORMAT, PLAIN, Limits, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped

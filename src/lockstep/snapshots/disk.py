@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import SnapshotError, SnapshotWarning
+from lockstep.side_files import kind_of
 from lockstep.snapshots.content import LOCK
-from lockstep.snapshots.files import kind_of
 
 if sys.platform != "win32":  # where the package can be imported, though not write snapshots
     import fcntl

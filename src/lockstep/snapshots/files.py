@@ -11,31 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import SnapshotError
+from lockstep.side_files import kind_of
 from lockstep.snapshots.content import FOLDER
 
 _NOT_DAMAGE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing about what is on the disk."""
-_KINDS: Final = {
-    stat.S_IFLNK: "a link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a folder",
-}
-
-
-def kind_of(path: Path) -> str:
-    """Return what a path is, such as "a folder" or "a link", which is not followed; empty if there is nothing.
-
-    Args:
-        path: The path.
-    """
-    try:
-        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "something else")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
 
 
 def snapshots_in(out: Path) -> Path | None:

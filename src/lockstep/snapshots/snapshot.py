@@ -17,8 +17,9 @@ import torch
 from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
+from lockstep.side_files import kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, Parent, update_of
-from lockstep.snapshots.files import kind_of, opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
 from lockstep.snapshots.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
 from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
 

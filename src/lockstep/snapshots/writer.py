@@ -16,6 +16,7 @@ import torch
 from lockstep.digest import digest
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.integers import check_integer
+from lockstep.side_files import kind_of
 from lockstep.snapshots.background import BackgroundWriter
 from lockstep.snapshots.commit import (
     Buffers,
@@ -38,7 +39,7 @@ from lockstep.snapshots.content import (
     training_of,
 )
 from lockstep.snapshots.disk import Disk, FolderLock
-from lockstep.snapshots.files import kind_of, snapshots_in
+from lockstep.snapshots.files import snapshots_in
 from lockstep.snapshots.manifest import Manifest
 from lockstep.snapshots.snapshot import Found, list_snapshots, verify
 

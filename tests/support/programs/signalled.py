@@ -183,7 +183,8 @@ def build(out: str, updates: int, points: Points, *, workers: int = 0, iterable:
         points.reach("evaluation")
         return functional.cross_entropy(network(inputs), target)
 
-    updater = ls.ParallelUpdater(source, optimizer, model, devices=["cpu"], num_shards=4, loss_fn=loss)
+    devices = ["cpu"] * int(os.environ.get("DEVICES", "1"))
+    updater = ls.ParallelUpdater(source, optimizer, model, devices=devices, num_shards=4, loss_fn=loss)
     points.updater = updater
     trainer = ls.Trainer(updater, (updates, "update"), out=out)
     held_out = ls.BatchIterator(vectors(20), 5, repeat=False)
@@ -192,6 +193,8 @@ def build(out: str, updates: int, points: Points, *, workers: int = 0, iterable:
     trainer.extend(Reach(points, "logging"), priority=READER + 1)
     trainer.extend(ls.extensions.LogReport(trigger=(1, "update")))
     trainer.extend(ls.extensions.CSVLogger(trigger=(1, "update")))
+    if os.environ.get("TENSORBOARD"):
+        trainer.extend(ls.extensions.TensorBoardLogger(trigger=(1, "update")))
     trainer.extend(Reach(points, "extension"), priority=50)
     trainer.extend(Noted("noted"), trigger=(3, "update"))
     trainer.extend(ls.extensions.Snapshot(keep=100, digest_every=1), trigger=(4, "update"))

@@ -4,7 +4,6 @@ from lockstep.extensions.loggers.csv_logger import CSVLogger as CSVLogger
 from lockstep.extensions.loggers.logger import (
     Logger as Logger,
     check_installed as check_installed,
-    import_optional as import_optional,
     recipe_digest as recipe_digest,
 )
 from lockstep.extensions.loggers.mlflow_logger import MLflowLogger as MLflowLogger

@@ -30,16 +30,16 @@ class CSVLogger(Logger):
     def __init__(self, filename: str = "metrics.csv", **options: Any) -> None:
         super().__init__(**options)
         self.filename = filename
-        self._table = self._config = SideFile(Path(), filename)
+        self._table = SideFile(Path(), filename, required=self.required)
+        self._config = SideFile(Path(), Path(filename).with_suffix(".json"), required=self.required)
         self._columns: list[str] = []
         self._values: dict[str, Any] = {}
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that the files are regular files, if they exist."""
-        self._table = SideFile(trainer.out, self.filename, required=self.required)
-        self._config = SideFile(trainer.out, Path(self.filename).with_suffix(".json"), required=self.required)
-        self._table.check()
-        self._config.check()
+        for file in (self._table, self._config):
+            file.folder = trainer.out
+            file.check()
 
     def open(self, trainer: Trainer, *, keep: float) -> int:  # noqa: ARG002 - the interface
         """Read the files, and remove a row that is not whole and the rows that are not kept."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import math
@@ -34,15 +33,6 @@ def check_installed(package: str, *, extra: str, user: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{user} requires {package}. Install it: pip install 'lockstep-torch[{extra}]'.")
-
-
-def import_optional(module: str) -> Any:
-    """Import a module of an optional package, whose types are not known here.
-
-    Args:
-        module: The full name of the module.
-    """
-    return importlib.import_module(module)
 
 
 EPOCH: Final = "epoch"

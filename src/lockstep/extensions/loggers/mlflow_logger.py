@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed, import_optional
+from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
@@ -55,8 +56,8 @@ class MLflowLogger(Logger):
 
     def open(self, trainer: Trainer, *, keep: float) -> int:
         """Create or continue a run."""
-        self._entities = import_optional("mlflow.entities")
-        self._client = import_optional("mlflow").MlflowClient(tracking_uri=self.tracking_uri)
+        self._entities = import_module("mlflow.entities")
+        self._client = import_module("mlflow").MlflowClient(tracking_uri=self.tracking_uri)
         file = SideFile(trainer.out, RUN_FILE, required=self.required)
         self._run_id = str(file.read_json().get("id", "")) if keep else ""
         last = self._last_update() if self._run_id else 0

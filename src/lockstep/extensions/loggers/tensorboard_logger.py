@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed, import_optional
+from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
@@ -64,13 +65,13 @@ class TensorBoardLogger(Logger):
         self._open_file()
         self._writer.add_text("config", _as_code(config))
         if config["hyperparameters"]:
-            summary = import_optional("torch.utils.tensorboard.summary")
+            summary = import_module("torch.utils.tensorboard.summary")
             for each in summary.hparams(dict(config["hyperparameters"]), {}):
                 self._writer.file_writer.add_summary(each)
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Write all values of an update as one event."""
-        summary = import_optional("tensorboard.compat.proto.summary_pb2").Summary
+        summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._open_file()
         self._writer.file_writer.add_summary(summary(value=scalars), update)
@@ -101,7 +102,7 @@ class TensorBoardLogger(Logger):
     def _open_file(self) -> None:
         """Open a new event file, unless one is open."""
         if self._writer is None:
-            writer = import_optional("torch.utils.tensorboard").SummaryWriter
+            writer = import_module("torch.utils.tensorboard").SummaryWriter
             self._writer = writer(str(self._path), purge_step=self._purge_step)
             self._purge_step = None
 
@@ -112,7 +113,7 @@ def _last_update(folder: Path) -> int:
     if not files:
         return -1
     last = 0
-    loader = import_optional("tensorboard.backend.event_processing.event_file_loader").EventFileLoader
+    loader = import_module("tensorboard.backend.event_processing.event_file_loader").EventFileLoader
     for file in files:
         # Ends without an error at a record that is not whole.
         for event in loader(str(file)).Load():

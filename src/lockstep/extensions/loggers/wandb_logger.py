@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.extensions.loggers.logger import Logger, check_installed, import_optional
+from lockstep.extensions.loggers.logger import Logger, check_installed
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
@@ -46,7 +47,7 @@ class WandbLogger(Logger):
         self.mode = mode
         self.init = dict(init or {})
         self._run: Any = None
-        self._file = SideFile(Path(), RUN_FILE)
+        self._file = SideFile(Path(), RUN_FILE, required=self.required)
 
     @property
     def run(self) -> Any:
@@ -55,7 +56,7 @@ class WandbLogger(Logger):
 
     def open(self, trainer: Trainer, *, keep: float) -> int:
         """Start or continue a run."""
-        self._file = SideFile(trainer.out, RUN_FILE, required=self.required)
+        self._file.folder = trainer.out
         SideFile(trainer.out, "wandb/run").check()
         known = self._file.read_json() if keep else {}
         if known and (type(known.get("id")), type(known.get("update"))) != (str, int):
@@ -65,7 +66,7 @@ class WandbLogger(Logger):
         options = {"project": self.project, "name": trainer.out.resolve().name, "dir": str(trainer.out), **self.init}
         if self.mode == "online":
             options["resume"] = "allow"
-        self._run = import_optional("wandb").init(id=known["id"], mode=self.mode, **options)
+        self._run = import_module("wandb").init(id=known["id"], mode=self.mode, **options)
         self._file.write_json(known)
         return int(known["update"])
 

@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -75,7 +76,8 @@ class RunRecord(Extension):
         self.every = every
         self.filename = filename
         self.required = required
-        self._file: SideFile | None = None
+        self._file = SideFile(Path(), filename, required=required)
+        self._writes = False
         self._begun_at = 0
         self._clock: Clock | None = None
         self._start: Times | None = None
@@ -110,7 +112,7 @@ class RunRecord(Extension):
                 "recipe_digest": recipe_digest(self._recipe),
                 "kernel_class": kernel_class(updater.devices),
             }
-            self._file = self._open(trainer)
+            self._begin(trainer)
             # Not written before the first update, because the start may still be refused.
             self._file.add(_line("session", session))
         # An updater of another kind has neither phases nor retries.
@@ -121,7 +123,7 @@ class RunRecord(Extension):
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due, and write the session after the first one."""
-        if self._file is not None and trainer.updater.iteration == self._begun_at + 1:
+        if self._writes and trainer.updater.iteration == self._begun_at + 1:
             self._file.write()
         if self._clock is None:
             return
@@ -139,7 +141,7 @@ class RunRecord(Extension):
             return
         times = self._times or self._clock.zero
         ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
-        if self._file is not None:
+        if self._writes:
             interval = {
                 "update": updater.iteration,
                 "epoch": updater.epoch_detail,
@@ -167,11 +169,11 @@ class RunRecord(Extension):
             if self._clock is not None and self._start is not None:
                 self._clock.stop(self._start)
             self._clock = self._start = None
-        file, self._file = self._file, None
         # A start that is refused leaves the record of an earlier run as it is.
-        if file is not None and (self._error is None or trainer.updater.iteration > self._begun_at):
-            file.add(_line("end", self._ending(trainer)))
-            file.write(durable=True)
+        if self._writes and (self._error is None or trainer.updater.iteration > self._begun_at):
+            self._file.add(_line("end", self._ending(trainer)))
+            self._file.write(durable=True)
+        self._writes = False
 
     def _ending(self, trainer: Trainer) -> dict[str, Any]:
         updater, error = trainer.updater, self._error
@@ -184,14 +186,13 @@ class RunRecord(Extension):
             ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
 
-    def _open(self, trainer: Trainer) -> SideFile:
+    def _begin(self, trainer: Trainer) -> None:
         """Keep the whole lines of an earlier session of this run, and no others."""
         source = trainer.resumption
         continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
-        file = SideFile(trainer.out, self.filename, required=self.required)
-        data = file.read() or b""
-        file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
-        return file
+        self._file.folder, self._writes = trainer.out, True
+        data = self._file.read() or b""
+        self._file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> bytes:

@@ -47,31 +47,6 @@ class Record(NamedTuple):
         return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
 
 
-class Repeated(NamedTuple):
-    """An update that was repeated after a restart with another result.
-
-    Attributes:
-        before: The record of the first time.
-        again: The record of the second time.
-    """
-
-    before: Record
-    again: Record
-
-    def __str__(self) -> str:
-        differing = self.before.differing(self.again)
-        where = "every tensor is equal, but counters or options differ"
-        if differing:
-            name = differing[0]
-            old, new = (each.tensors.get(name, "nothing") for each in self)
-            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            where = f"the tensor {name!r}{more} differs (SHA-256 {old}..., now {new}...)"
-        return (
-            f"Update {self.again.update} was repeated after a restart with another result: {where}. The hardware made "
-            "an error, or the result depends on something that is neither saved nor seeded."
-        )
-
-
 class DigestLog:
     """The digests of a run, in memory and in its file.
 
@@ -109,14 +84,14 @@ class DigestLog:
                 self._records[each.update] = each
                 self._file.add(self._lines(self._conditions, each))
 
-    def record(self, record: Record) -> Repeated | None:
+    def record(self, record: Record) -> str | None:
         """Log an update, unless the log has it with the same digest.
 
         Args:
             record: The digests of the update.
 
         Returns:
-            The difference, if the log has the update with another digest.
+            A message about the difference, if the log has the update with another digest.
         """
         before = self._records.get(record.update)
         if before is not None and before.digest == record.digest:
@@ -127,7 +102,7 @@ class DigestLog:
             return None
         # What follows a difference differs too, so that only the first one is reported.
         self._records = {update: each for update, each in self._records.items() if update <= record.update}
-        return Repeated(before, record)
+        return _difference(before, record)
 
     def close(self) -> None:
         """Write what could not be written before, durably."""
@@ -143,6 +118,20 @@ class DigestLog:
         digits = "".join(record.tensors.values())
         lines.append({"update": record.update, "digest": record.digest, "tensors": digits})
         return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def _difference(before: Record, again: Record) -> str:
+    """Say how the second result of an update differs from the first."""
+    where = "every tensor is equal, but counters or options differ"
+    if differing := before.differing(again):
+        name = differing[0]
+        old, new = (each.tensors.get(name, "nothing") for each in (before, again))
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        where = f"the tensor {name!r}{more} differs (SHA-256 {old}..., now {new}...)"
+    return (
+        f"Update {again.update} was repeated after a restart with another result: {where}. The hardware made an error, "
+        "or the result depends on something that is neither saved nor seeded."
+    )
 
 
 def read_digest_log(out: Path) -> dict[int, Record]:
