@@ -239,9 +239,7 @@ class ParallelUpdater(Updater):
             parts.coordinator.hold_interrupts(context.interrupts)
             consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
             result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
-            if engine.kept.has_changes:
-                engine.kept.settle(engine.recipe.batch_dim)
-            engine.kept.unsettled.clear()
+            engine.keep_changes(attempt)
             return result
 
     def update_core(self, batch: Any) -> object:

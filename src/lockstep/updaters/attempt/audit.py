@@ -57,6 +57,7 @@ class Audit:
         compute: Computes the shard on a device of this process, and returns its checksums; None if it was left out.
         first: The checksums of the first computation, on the rank that makes it.
         again: The checksums of the second one.
+        given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
         left: The checksums of averaged buffers after each shard, by name, where they are compared.
     """
 
@@ -69,6 +70,7 @@ class Audit:
     compute: Callable[[int], Seals | None] = field(init=False)
     first: Seals | None = None
     again: Seals | None = None
+    given: Any = None
     left: dict[str, set[int]] = field(default_factory=dict)
 
     def run(self) -> None:

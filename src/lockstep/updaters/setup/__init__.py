@@ -7,13 +7,16 @@ from lockstep.updaters.setup.accumulation import (
     most_batches as most_batches,
 )
 from lockstep.updaters.setup.batches import (
+    Change as Change,
     Conversion as Conversion,
     Converter as Converter,
     DeviceShards as DeviceShards,
-    KeptBatches as KeptBatches,
-    ShardData as ShardData,
     batch_size as batch_size,
+    changes as changes,
+    check_whole as check_whole,
+    copied as copied,
     read_batches as read_batches,
+    write_back as write_back,
 )
 from lockstep.updaters.setup.names import (
     MAIN as MAIN,

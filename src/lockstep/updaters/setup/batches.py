@@ -1,4 +1,4 @@
-"""Read batches, create the tensors of shards from them, and undo what shards change in place if they run again."""
+"""Read batches, and create the tensors of shards from them, which shards may change in place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 from zlib import crc32
@@ -32,6 +33,8 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_gen
 
 CACHE_LINE: Final = 64
 """The number of bytes to which kernels align what they read."""
+MOST_SPREAD: Final = 8
+"""The number of elements of memory per element of a tensor up to which a copy lies as the tensor does."""
 
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
@@ -232,7 +235,7 @@ class Conversion:
         first: int,
         stream: DefaultStream | None = None,
     ) -> DeviceShards:
-        """Return the shards of each device with their tensors, which are on the device.
+        """Return the shards of each device with their tensors, which are on the device and may be changed in place.
 
         Args:
             batches: The batches.
@@ -249,28 +252,52 @@ class Conversion:
             # Other updaters seed the default generator for their shards while they hold this lock.
             with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as opened:
                 return self.shards(batches, shards_by_device, devices, first, opened)
-        device_shards: DeviceShards = []
-        for run, device in zip(shards_by_device, devices, strict=True):
-            device_shards.append([])
-            for shard in run:
-                given = self._cut(batches[shard.batch], shard, device, first, stream)
-                device_shards[-1].append((shard, given))
-        return device_shards
+        own = {
+            each: copied(each)
+            for batch in batches
+            if type(batch) is not Samples
+            for each in nest.tensors(batch)
+            # Tensors elsewhere are copied to the devices in any case.
+            if each.device in devices
+        }
+        return [
+            [
+                (
+                    shard,
+                    self._converted(batch, shard, device, first, stream)
+                    if type(batch := batches[shard.batch]) is Samples
+                    else self._cut(batch, shard, device, own),
+                )
+                for shard in run
+            ]
+            for run, device in zip(shards_by_device, devices, strict=True)
+        ]
 
-    def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
-        """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""
+    def _converted(
+        self, batch: Samples, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None
+    ) -> Any:
+        """Return the samples of one shard as tensors."""
+        samples = batch[shard.samples.start : shard.samples.stop : shard.samples.step]
+        if stream is not None:
+            # The indices tell several batches of an update apart; a batch that is converted again is the same.
+            seed = stream_seed(self._seed + crc32(array("q", samples.indices)), first + shard.index)
+            stream.seed(seed)
+            random.seed(seed)
+            # What draws from NumPy has imported it.
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+        return self._converter(samples, device)
+
+    def _cut(self, batch: Any, shard: Shard, device: torch.device, own: Mapping[torch.Tensor, torch.Tensor]) -> Any:
+        """Return the tensors of one shard: views of copies, or copies of these if its samples are not adjacent.
+
+        Args:
+            batch: The batch.
+            shard: The shard.
+            device: The device of the tensors.
+            own: The copies of the tensors of the batch, which shards may change in place.
+        """
         part, dims = shard.samples, self.batch_dim
-        if type(batch) is Samples:
-            samples = batch[part.start : part.stop : part.step]
-            if stream is not None:
-                # The indices tell several batches of an update apart; a batch that is converted again is the same.
-                seed = stream_seed(self._seed + crc32(array("q", samples.indices)), first + shard.index)
-                stream.seed(seed)
-                random.seed(seed)
-                # What draws from NumPy has imported it.
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(seed)
-            return self._converter(samples, device)
         # Most batches are tensors, or tuples and dicts of nothing else, and need no look at their values.
         parts = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, dict) else (batch,)
         if not all(isinstance(each, torch.Tensor) for each in parts):
@@ -282,29 +309,34 @@ class Conversion:
                 "0" if nest.is_record(batch) else "",
             )
 
-        # `data`, so that in-place changes of a shard are counted apart from those of others: with a common counter,
-        # backward of one shard would refuse what another one has changed in its own samples.
         def rows(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = own.get(tensor, tensor)
             mine = tensor if len(part) == tensor.size(0) else _strided(tensor)[part.start : part.stop : part.step]
             # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
-            mine = mine if part.step == 1 else mine.contiguous()
-            return copy_to_device(mine.data if type(mine) is torch.Tensor and not mine.requires_grad else mine, device)
+            return copy_to_device(_counted_apart(mine if part.step == 1 else mine.contiguous()), device)
 
         if dims == 0:
             return nest.map_tensors(rows, batch)
         each_dim = iter(_dims(batch, dims)[2])
 
         def along(tensor: torch.Tensor) -> torch.Tensor:
-            dim = next(each_dim)
-            if dim is None:
-                return copy_to_device(tensor if tensor.requires_grad else tensor.data, device)
-            # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the first
-            # dimension has.
-            return copy_to_device(
-                _strided(tensor)[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device
-            )
+            dim, tensor = next(each_dim), own.get(tensor, tensor)
+            if dim is not None:
+                # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the
+                # first dimension has.
+                part_of = (slice(None),) * dim + (slice(part.start, part.stop, part.step),)
+                tensor = _strided(tensor)[part_of].contiguous()
+            return copy_to_device(_counted_apart(tensor), device)
 
         return nest.map_tensors(along, batch)
+
+
+def _counted_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose in-place changes are counted from 0, apart from those of other shards.
+
+    With a common counter, backward of one shard would refuse what another one has changed in its own samples.
+    """
+    return tensor.data if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,183 +354,95 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class ShardData:
-    """The tensors of the shards of one attempt, which a loss function may change in place.
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides of a tensor that begins at the same place of a cache line.
 
-    Args:
-        batches: The batches.
-        device_shards: The shards of each device, with their tensors.
-        copied: Whether to copy the tensors, so that they can be restored.
-
-    Attributes:
-        copies: The tensors with their versions and copies; empty if they were not copied.
-    """
-
-    __slots__ = ("_batches", "_device_shards", "copies")
-
-    def __init__(self, batches: Sequence[Any], device_shards: DeviceShards, *, copied: bool) -> None:
-        self._batches, self._device_shards = batches, list(device_shards)
-        self.copies: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}
-        if copied:
-            given = [each for place in range(len(device_shards)) for _, each in self._named(place)]
-            self.copies = {each: (each._version, each.detach().clone()) for each in given if not each.is_inference()}
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return len(self._device_shards)
-
-    def _named(self, place: int) -> list[tuple[str, torch.Tensor]]:
-        """List the tensors of the shards of a device with their names."""
-        return [pair for _, given in self._device_shards[place] for pair in nest.named_tensors(given)]
-
-    def originals(self, place: int, index: int) -> Any:
-        """Return the tensors of a shard with the values that they had first, in memory of their own.
-
-        Args:
-            place: The index of the device that the shard belongs to.
-            index: The position of the shard among those of the device.
-        """
-
-        def original(tensor: torch.Tensor) -> torch.Tensor:
-            return _copied_at(tensor, self.copies[tensor][1]) if tensor in self.copies else tensor
-
-        return nest.map_tensors(original, self._device_shards[place][index][1])
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether a tensor that was copied has changed since."""
-        return any(tensor._version != version for tensor, (version, _) in self.copies.items())
-
-    @torch.no_grad()
-    def restore(self, place: int) -> None:
-        """Undo what the shards of a device have changed in place.
-
-        Args:
-            place: The index of the device.
-
-        Raises:
-            ValueError: If there are no copies, and a batch has changed.
-        """
-        tensors = [each for each in self._batches if type(each) is not Samples]
-        own = {each.untyped_storage().data_ptr() for each in nest.tensors(tensors) if _has_memory(each)}
-        for name, tensor in self._named(place):
-            version, copy = self.copies.get(tensor, (0, None))
-            if not _has_memory(tensor) or tensor._version == version:
-                continue
-            if copy is not None:
-                tensor.copy_(copy)
-            # Views of a batch are counted from 0. What a converter has made is made again.
-            elif tensor.untyped_storage().data_ptr() in own:
-                raise ValueError(
-                    f"`{name}` must not be changed in place by a shard that runs again, if none of the first updates "
-                    "has done so, got a change. Use operations that return new tensors, such as x * 2 for x.mul_(2)."
-                )
-
-    @torch.no_grad()
-    def write_back(self, batch_dim: BatchDim) -> None:
-        """Write to the batches what shards have changed in contiguous copies of their samples.
-
-        Args:
-            batch_dim: The dimension of tensors that counts samples.
-        """
-        for shard, given in (pair for run in self._device_shards for pair in run):
-            batch = self._batches[shard.batch]
-            if type(batch) is Samples:
-                continue
-            part = slice(shard.samples.start, shard.samples.stop, shard.samples.step)
-            _, wholes, dims = _dims(batch, batch_dim)
-            for whole, dim, mine in zip(wholes, dims, nest.tensors(given), strict=True):
-                changed = mine in self.copies and mine._version != self.copies[mine][0]
-                # A loop that copies a batch to another device does not change the batch either.
-                if changed and dim is not None and whole.device == mine.device:
-                    whole[(slice(None),) * dim + (part,)].copy_(mine)
-
-    def check_whole(self) -> None:
-        """Check that no shard of several has changed a tensor that all of them are given whole.
-
-        Raises:
-            ValueError: If one has.
-        """
-        whole = {(each.data_ptr(), each.numel()) for each in nest.tensors(self._batches) if _has_memory(each)}
-        for place in range(len(self._device_shards)):
-            for name, each in self._named(place):
-                changed = each in self.copies and each._version != self.copies[each][0]
-                if changed and _has_memory(each) and (each.data_ptr(), each.numel()) in whole:
-                    raise ValueError(
-                        f"`{name}`, which every shard gets whole, must not be changed in place by the loss function, "
-                        "got a change, which other shards would find. Use operations that return new tensors."
-                    )
-
-
-class KeptBatches:
-    """The tensors of shards that may run again, which then find what they found first.
-
-    What a loss function changes in a batch stays changed, as in a loop of PyTorch. But shards run more than once after
-    an overflow, an error or Ctrl-C, for a `BatchLoss`, and when an optimizer evaluates its closure again. Where none of
-    the first updates changes a batch, nothing is copied later, and a change is refused when a shard runs again.
-
-    Attributes:
-        unsettled: The tensors of attempts that are not final, or whose update has failed.
-        has_changes: Whether a loss function has changed a batch in place.
-    """
-
-    def __init__(self) -> None:
-        self.unsettled: list[ShardData] = []
-        self.has_changes = False
-
-    def restore(self) -> None:
-        """Undo what shards have changed in place, the last change first.
-
-        Raises:
-            ValueError: If there are no copies, and a batch has changed.
-        """
-        for data in reversed(self.unsettled):
-            for place in range(data.num_devices):
-                data.restore(place)
-        self.unsettled.clear()
-
-    def settle(self, batch_dim: BatchDim) -> None:
-        """Keep what shards have changed in place, also where they have contiguous copies of their samples.
-
-        Args:
-            batch_dim: The dimension of tensors that counts samples.
-        """
-        for data in self.unsettled:
-            data.write_back(batch_dim)
-        self.unsettled.clear()
-
-    def check(self, num_shards: int) -> None:
-        """Find out whether a loss function changes batches in place, and check that it may.
-
-        Args:
-            num_shards: The number of shards.
-
-        Raises:
-            ValueError: If it has changed a tensor that each of several shards is given whole.
-        """
-        for data in self.unsettled:
-            if data.has_changed:
-                self.has_changes = True
-                if num_shards > 1:
-                    data.check_whole()
-
-
-def _copied_at(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a copy that begins at the same place of a cache line as a tensor, because kernels may round by this.
+    Kernels may round by both. A tensor that requires a gradient is returned itself, and one that is spread over many
+    times its own size, as a column of a table, is copied densely.
 
     Args:
         tensor: The tensor.
-        values: What to copy: dense, of the same dtype and on the same device.
     """
-    if type(tensor) is not torch.Tensor:
-        return values.clone()
-    size = values.element_size()
-    room = values.new_empty(values.numel() + CACHE_LINE // size)
+    if tensor.requires_grad:
+        return tensor
+    strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if not strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if span > MOST_SPREAD * tensor.numel():
+        return tensor.clone()
+    size = tensor.element_size()
+    room = tensor.new_empty(span + CACHE_LINE // size)
     start = (tensor.data_ptr() - room.data_ptr()) % CACHE_LINE // size
-    return room.as_strided(values.size(), values.stride(), start).copy_(values)
+    room[start : start + span].copy_(tensor.as_strided((span,), (1,)))
+    return room.as_strided(tensor.shape, tensor.stride(), start)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in memory of its own, and counts its changes."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_inference()
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor of a shard that was changed in place.
+
+    Attributes:
+        name: Its name in the batch.
+        new: The tensor.
+        old: The part of the batch that it is a copy of.
+        is_whole: Whether every shard is given all of it.
+    """
+
+    name: str
+    new: torch.Tensor
+    old: torch.Tensor
+    is_whole: bool
+
+
+def changes(batches: Sequence[Any], device_shards: DeviceShards, batch_dim: BatchDim) -> list[Change]:
+    """List what shards have changed in their copies of batches.
+
+    Args:
+        batches: The batches that the copies were made of.
+        device_shards: The shards with their tensors, after they were computed.
+        batch_dim: The dimension of tensors that counts samples.
+    """
+    found: list[Change] = []
+    for shard, given in (pair for run in device_shards for pair in run):
+        batch, part = batches[shard.batch], shard.samples
+        # A shard counts the changes of its tensors from 0.
+        if type(batch) is Samples or not any(not each.is_inference() and each._version for each in nest.tensors(given)):
+            continue
+        for name, whole, dim, new in zip(*_dims(batch, batch_dim), nest.tensors(given), strict=True):
+            # A loop that copies a batch to another device does not change the batch either.
+            if not new.is_inference() and new._version and whole.device == new.device and not whole.requires_grad:
+                cut = () if dim is None else ((slice(None),) * dim + (slice(part.start, part.stop, part.step),))
+                found.append(Change(name, new, whole[cut], dim is None))
+    return found
+
+
+@torch.no_grad()
+def write_back(found: Sequence[Change]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write changes of shards to their batches, as a loop of PyTorch changes them.
+
+    Args:
+        found: The changes.
+
+    Returns:
+        What was changed, with its former values.
+    """
+    before = [(each.old, each.old.clone()) for each in found]
+    for each in found:
+        each.old.copy_(each.new)
+    return before
+
+
+def check_whole(found: Sequence[Change]) -> None:
+    """Check that no shard of several has changed a tensor that all of them are given whole.
+
+    Raises:
+        ValueError: If one has.
+    """
+    for each in found:
+        if each.is_whole:
+            raise ValueError(
+                f"`batch` holds a tensor at {each.name!r} that every shard gets whole. It must not be changed in place "
+                "by the loss function, got a change, which other shards would find. Use operations that return new "
+                "tensors."
+            )

@@ -17,7 +17,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, ShardData, look_up
+from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -32,7 +32,7 @@ class CustomStepState:
         computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
-        data: The tensors of the shards that have run.
+        changed: What the shards of each gradient have changed in batches, with its former values.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
@@ -42,8 +42,14 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
-    data: list[ShardData] = field(default_factory=list)
+    changed: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
+
+    @torch.no_grad()
+    def undo_change(self) -> None:
+        """Undo what the shards of the last gradient have changed in batches."""
+        for tensor, before in reversed(self.changed.pop()):
+            tensor.copy_(before)
 
     def result(self, scale: CurrentScale, optimizers: Collection[str]) -> UpdateResult:
         """Merge what all gradients measured, overall and for each optimizer.
@@ -128,8 +134,8 @@ class CustomStep:
             savepoint.restore()
             self._committer.mark_gradients_used()
             training.scale = scale
-            # Restored when a batch is used again, because not all batches can be.
-            engine.kept.unsettled[:0] = state.data
+            while state.changed:
+                state.undo_change()
             raise
         finally:
             self.state = None
@@ -205,9 +211,9 @@ class CustomStep:
                 engine.check(attempt)
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
+        changed = engine.keep_changes(attempt)
         if self.state is not None:
-            self.state.data += engine.kept.unsettled
-        engine.kept.settle(engine.recipe.batch_dim)
+            self.state.changed.append(changed)
         return attempt
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
@@ -290,7 +296,7 @@ class CustomStep:
             else:
                 batch, context = attempt.given_batches[0], state.context
                 self._committer.mark_gradients_used()
-                self._engine.kept.unsettled.append(state.data.pop())
+                state.undo_change()
                 now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):

@@ -46,14 +46,17 @@ from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup import (
     MAIN,
+    Change,
     Conversion,
-    KeptBatches,
     Recipe,
-    ShardData,
     batch_size,
     batches_per_update,
+    changes,
+    check_whole,
+    copied,
     most_batches,
     read_batches,
+    write_back,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
@@ -90,7 +93,6 @@ class GradientEngine:
         first_updates: Watches the first updates for what they should not do.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
         conversion: Creates the tensors of shards.
-        kept: The tensors of shards that may run again.
     """
 
     def __init__(
@@ -111,7 +113,6 @@ class GradientEngine:
         self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
         self.conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
-        self.kept = KeptBatches()
         self.ranks = ranks
         self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
@@ -165,8 +166,6 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
-        if self.kept.unsettled:
-            self.kept.restore()
         self.training.ensure_training_mode()
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
@@ -182,15 +181,13 @@ class GradientEngine:
             attempt.may_send_early = not self._auditor.is_followed(self.training.iteration)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
-        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
-        attempt.device_shards = copied or self.conversion.shards(
+        ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
+        attempt.device_shards = ahead or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
         attempt.refuted, is_due = False, self.training.iteration >= self._auditor.next
         attempt.audit = self._choose_audit(attempt, context) if is_due else None
         is_first = self.training.iteration < self.first_updates.end
-        copies = self.kept.has_changes or is_first or attempt.audit is not None
-        self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
         scale = attempt.scale
         attempt.gradient_context = GradientContext(
             request.loss_fn,
@@ -230,6 +227,10 @@ class GradientEngine:
             *(f"{name!r}" for name in (*buffers, *carried)),
         ]
         audit.compute = partial(self._compute_again, attempt, context)
+        # Samples that draw would be others if they were read again.
+        if _draws([attempt.batches[audit.shard.batch]]):
+            given = (given for run in attempt.device_shards for shard, given in run if shard is audit.shard)
+            audit.given = map_tensors(copied, next(given, None))
         return audit
 
     def _record(self, attempt: Attempt, shard: Shard, gradients: Tensors, report: ShardReport) -> None:
@@ -264,7 +265,7 @@ class GradientEngine:
         if audit is None:
             return None
         shard, device, found = audit.shard, self.replicas.devices[place], list[Seals]()
-        given = self._given_again(attempt, shard, device)
+        given = self._given_again(attempt, audit, device)
         carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
@@ -292,19 +293,28 @@ class GradientEngine:
         )
         return found[0] if found else None
 
-    def _given_again(self, attempt: Attempt, shard: Shard, device: torch.device) -> Any:
-        """Return the tensors of a shard as they were at first: copies, or those of samples that are read again."""
-        batch, data = attempt.batches[shard.batch], self.kept.unsettled[-1]
-        for place, run in enumerate(attempt.share.shards_by_device):
-            if shard in run and (type(batch) is not Samples or _draws([batch])):
-                return map_tensors(partial(copy_to_device, device=device), data.originals(place, run.index(shard)))
-        return self.conversion.shards(attempt.batches, [[shard]], [device], self.first_stream())[0][0][1]
+    def _given_again(self, attempt: Attempt, audit: Audit, device: torch.device) -> Any:
+        """Return the tensors of the audited shard as they were at first."""
+        if audit.given is not None:
+            return map_tensors(lambda each: copy_to_device(copied(each), device), audit.given)
+        return self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0][0][1]
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
         """Return the shards of a device, which run again, with the tensors that they had first."""
-        self.kept.unsettled[-1].restore(place)
         shards, device = attempt.share.shards_by_device[place], self.replicas.devices[place]
-        return self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())[0]
+        again = self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())
+        (attempt.device_shards[place],) = again
+        return attempt.device_shards[place]
+
+    def keep_changes(self, attempt: Attempt) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Write to the batches of a final attempt what shards have changed in place; return the former values."""
+        return write_back(self._changes(attempt))
+
+    def _changes(self, attempt: Attempt) -> Sequence[Change]:
+        """List what shards have changed in place."""
+        if all(type(batch) is Samples for batch in attempt.batches):
+            return ()
+        return changes(attempt.batches, attempt.device_shards, self.recipe.batch_dim)
 
     def refresh_prepared(self) -> None:
         """Prepare the model again if it has changed since the last attempt.
@@ -497,8 +507,8 @@ class GradientEngine:
         """
         if not attempt.complete:
             return
-        if self.training.iteration < self.first_updates.end:
-            self.kept.check(attempt.share.num_shards)
+        if attempt.gradient_context.is_first and attempt.share.num_shards > 1:
+            check_whole(self._changes(attempt))
         if attempt.gradient_context.is_mixed:
             # The next updates begin like the repeated attempt, because they are likely to be mixed as well. The result
             # depends on the kinds of the shards of this update only.

@@ -28,7 +28,7 @@ from lockstep.updaters.compute import (
     create_runners,
     share_of,
 )
-from lockstep.updaters.setup import MAIN, Conversion, Converter, KeptBatches, ShardData, batch_size
+from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -224,13 +224,10 @@ class InferenceRunner:
         """
         share = self.share([batch_size(batch, self.batch_dim) for batch in batches])
         conversion = self.conversion if converter is None else self.conversion.by(converter)
-        kept = KeptBatches()
 
         def cut() -> list[list[tuple[Shard, Any]]]:
-            kept.restore()
             shards, devices = share.shards_by_device, self.replicas.devices
             device_shards = conversion.shards(batches, shards, devices, first * self.shards_per_batch)
-            kept.unsettled.append(ShardData(batches, device_shards, copied=False))
             return [[(shard, arguments(each)) for shard, each in run] for run in device_shards]
 
         with UpdateContext(self.replicas, training=False) as context:

@@ -92,8 +92,6 @@ class OverflowRetry:
             attempt.is_final = True
             return attempt
         self.num_retries += 1
-        if draws_next:
-            self._engine.kept.unsettled.clear()
         return Attempt(
             attempt.request,
             CurrentScale(lower),
