@@ -7,6 +7,7 @@ those of larger ones, or "rank" and an optimizer for a rank of a run.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -77,6 +78,10 @@ def main(arguments: list[str]) -> None:
         found = results(arguments)
     if ls.find_communicator().rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
+    if arguments[0] == "rank":
+        sys.stdout.flush()
+        # The emulator hangs when a process ends that has threads of torch.distributed.
+        os._exit(0)
 
 
 if __name__ == "__main__":
