@@ -25,8 +25,3 @@ class ThreadStreams(threading.local):
 
 # One per process, because the kernels of torch and the functions of `torch.random`, which read it, are shared too.
 THREAD_STREAMS = ThreadStreams()
-
-
-def stream_is_open() -> bool:
-    """Return whether the calling thread is inside a `shard_stream`."""
-    return THREAD_STREAMS.generator is not None

@@ -40,7 +40,7 @@ from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
 from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ModuleMode, ShardHooks
-from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, InheritedSettings, ReplicaSet, ThreadSettings
+from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, ReplicaSet, ThreadSettings, inherited
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")
@@ -238,7 +238,7 @@ class ForwardBackward:
             nonlocal graphs_used
             # A first run that drew from the default generator was discarded, but it has freed the graphs.
             if graphs_used:
-                with InheritedSettings(forward.settings):
+                with inherited(forward.settings):
                     self._forward(forward, forward.settings, interrupts, parallel=parallel)
             graphs_used = True
             return self._backward(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -23,18 +23,11 @@ from lockstep.streams import (
     stream_seed,
 )
 
-R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
 
-
-class Computation(Protocol[R_co]):
-    """A function that computes shards. It may be called twice, in which case the first result is discarded."""
-
-    def __call__(self, *, parallel: bool) -> R_co:
-        """Compute all shards in their streams.
-
-        Args:
-            parallel: Whether to use all devices at the same time instead of computing one shard after another.
-        """
+Computation: TypeAlias = Callable[..., R]
+"""A function that computes all shards in their streams. It is called with `parallel`, whether to use all devices at the
+same time instead of computing one shard after another, and may be called twice; the first result is then discarded."""
 
 
 class ShardStreams:
@@ -61,7 +54,7 @@ class ShardStreams:
         self._spare_stream: DefaultStream | None = None
         weakref.finalize(self, self._override.remove)
 
-    def run(self, computation: Computation[R_co], *, seed: int, first: int = 0, parallel: bool) -> R_co:
+    def run(self, computation: Computation[R], *, seed: int, first: int = 0, parallel: bool) -> R:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:

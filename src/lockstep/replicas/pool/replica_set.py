@@ -25,8 +25,8 @@ from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.settings import (
     REFUSING_CACHE,
     ComputeMode,
-    InheritedSettings,
     ThreadSettings,
+    inherited,
     serialize_forward_mode,
     warn_of_kept,
 )
@@ -379,7 +379,7 @@ class ReplicaSet:
     ) -> None:
         """Run the work of some devices in a worker thread, under the settings of the thread that requested it."""
         for place in places:
-            with InheritedSettings(settings):
+            with inherited(settings):
                 self._work(work, place, progress)
 
     def _work(self, work: Callable[[int], None], place: int, progress: DeviceProgress) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -200,40 +200,25 @@ class ComputeMode:
             torch.set_num_threads(self._threads)
 
 
-class InheritedSettings(ComputeMode):
-    """A context manager that computes under the settings of another thread and restores its own afterwards.
+@contextmanager
+def inherited(settings: ThreadSettings) -> Iterator[None]:
+    """Return a context manager that computes under the settings of another thread and restores its own afterwards.
 
     Args:
         settings: The settings of the thread that requested the work.
     """
-
-    __slots__ = ("_autocast", "_device", "_flush", "_streams")
-
-    def __enter__(self) -> ThreadSettings:
-        settings = self._settings
-        self._autocast = _switch_autocast(settings.autocast)
-        self._flush = SMALLEST_DENORMAL * 1.0 == 0.0
-        self._device: AbstractContextManager[object] | None = settings.default_device
-        self._streams = _switch_streams(settings.streams) if settings.streams else ()
-        super().__enter__()
-        if settings.flush_denormal != self._flush:
-            torch.set_flush_denormal(settings.flush_denormal)
-        if self._device is not None:
-            self._device.__enter__()
-        return settings
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
-        if self._settings.flush_denormal != self._flush:
-            torch.set_flush_denormal(self._flush)
-        if self._autocast:
-            _switch_autocast(self._autocast)
-        super().__exit__(kind, error, trace)
-        if self._streams:
-            _switch_streams(self._streams)
+    autocast, streams = _switch_autocast(settings.autocast), _switch_streams(settings.streams)
+    flush = SMALLEST_DENORMAL * 1.0 == 0.0
+    try:
+        with ComputeMode(settings), settings.default_device or nullcontext():
+            if settings.flush_denormal != flush:
+                torch.set_flush_denormal(settings.flush_denormal)
+            yield
+    finally:
+        if settings.flush_denormal != flush:
+            torch.set_flush_denormal(flush)
+        _switch_autocast(autocast)
+        _switch_streams(streams)
 
 
 def _autocast_state(device_type: str) -> AutocastState:
