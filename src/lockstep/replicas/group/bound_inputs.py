@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -145,28 +145,6 @@ def _read_description(description: Description, argument: str) -> tuple[str, tup
     if min(sizes, default=0) < 0:
         raise ValueError(f"`{argument}` must hold lengths of at least 0, got {sizes} for {name!r}.")
     return name, sizes
-
-
-def check_names(paths: Iterable[str], batch_dim: BatchDim, arguments: Sequence[str]) -> None:
-    """Check that a described name which the model does not have is not a misspelled name of `batch_dim`.
-
-    Args:
-        paths: The paths of the described inputs.
-        batch_dim: The dimension that counts samples, as passed to the group.
-        arguments: The names of the arguments of the model.
-
-    Raises:
-        ValueError: If a name of `batch_dim` that the model has is not described, but one that it does not have is.
-    """
-    described = [argument_of(path) for path in paths]
-    expected = [argument_of(name) for name in batch_dim] if isinstance(batch_dim, Mapping) else []
-    missing = [name for name in expected if name in arguments and name not in described]
-    wrong = [name for name in described if name not in arguments]
-    if missing and wrong:
-        raise ValueError(
-            f"`data` and `labels` must name {missing[0]!r}, which `batch_dim` and the model have, got "
-            f"{wrong[0]!r}, which they do not have."
-        )
 
 
 def check_same_inputs(old: BoundInputs, data: Shapes, labels: Shapes) -> None:

@@ -24,7 +24,6 @@ from lockstep.replicas.group.bound_inputs import (
     BoundInputs,
     Description,
     bound_inputs,
-    check_names,
     check_same_inputs,
     read_descriptions,
 )
@@ -60,7 +59,6 @@ class Signature:
         if self.bound is not None:
             raise OrderError("Inputs are bound once; call reshape to change their shapes.")
         shapes = read_descriptions(data, labels)
-        check_names([path for each in shapes for path in each], self._batch_dim, self._arguments)
         bound = bound_inputs(*shapes, self._batch_dim)
         self._check_shapes(bound, bound.paths)
         self.bound = bound

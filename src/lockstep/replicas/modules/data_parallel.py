@@ -143,13 +143,6 @@ class BackwardBridge:
     device: torch.device
     flat: FlattenedParameters | None
 
-    def outputs(self) -> list[torch.Tensor]:
-        """Return the merged outputs, which are differentiable with respect to inputs and parameters."""
-        merged: tuple[torch.Tensor, ...] = MergedOutput.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            self, *self.forward.inputs.tensors, *self.parameters
-        )
-        return list(merged)
-
     def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
         """Run backward, and return the gradient of every input followed by that of every parameter.
 
@@ -400,9 +393,9 @@ class DataParallel(ModuleWrapper):
         named = forward.trained_tensors if forward.has_graph else []
         if not named and not any(inputs.requires_grad):
             return forward.outputs.unflatten(forward.outputs.merged(main))
-        return forward.outputs.unflatten(
-            BackwardBridge(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
-        )
+        bridge = BackwardBridge(running.passes, forward, [each for _, each in named], main, self._flat)
+        merged = MergedOutput.apply(bridge, *inputs.tensors, *bridge.parameters)  # type: ignore[no-untyped-call]  # torch's gap
+        return forward.outputs.unflatten(list(merged))
 
     @property
     def model(self) -> nn.Module:
