@@ -84,7 +84,7 @@ def cut_values(nest: Any, part: range, counts: Callable[[str, Any], bool], name:
     """
     if isinstance(nest, torch.Tensor):
         return nest
-    parts = _named_parts(nest, name)
+    parts = named_parts(nest, name)
     shape = getattr(nest, "shape", ()) if parts is None else ()
     is_array = isinstance(shape, tuple) and shape != ()
     if is_array or (type(nest) in (list, tuple) and not has_tensor(nest)):
@@ -124,14 +124,14 @@ def named_tensors(nest: Any, name: str = "batch") -> list[tuple[str, torch.Tenso
     """
     if isinstance(nest, torch.Tensor):
         return [(name, nest)]
-    found = _named_parts(nest, name) or []
+    found = named_parts(nest, name) or []
     for _, part in found:
         if not isinstance(part, torch.Tensor):
             return [pair for path, part in found for pair in named_tensors(part, path)]
     return found
 
 
-def _named_parts(nest: Any, name: str) -> list[tuple[str, Any]] | None:
+def named_parts(nest: Any, name: str) -> list[tuple[str, Any]] | None:
     """Return the contents of a container with their names, in the order of `parts_of`, or None if it is not one."""
     if isinstance(nest, (tuple, list)):
         return [(f"{name}[{index}]" if name else str(index), part) for index, part in enumerate(nest)]

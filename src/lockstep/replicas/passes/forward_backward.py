@@ -293,13 +293,10 @@ class ForwardBackward:
         self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
     ) -> list[BufferSum]:
         """Run forward on all devices from a calling thread that has the right settings."""
-        tasks: list[ForwardTask | None] = [None] * len(forward.shards)
         interruptible = interrupts.interruptible
         collector = collecting.current()
-
-        def work(place: int) -> None:
-            runner, shards = forward.runners[place], forward.shards[place]
-            tasks[place] = task = ForwardTask(
+        tasks = [
+            ForwardTask(
                 forward.inputs,
                 forward.mode,
                 self.shard_hooks,
@@ -309,15 +306,16 @@ class ForwardBackward:
                 None if collector is None else collector.observers,
                 forward.trained_buffer_indices,
             )
-            runner.run(zip(shards, shards, strict=True), task, self._streams)
+            for runner, shards in zip(forward.runners, forward.shards, strict=True)
+        ]
+
+        def work(place: int) -> None:
+            shards = forward.shards[place]
+            forward.runners[place].run(zip(shards, shards, strict=True), tasks[place], self._streams)
 
         self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
-        forward.results, sums = [], []
-        for task in tasks:
-            forward.results.append([] if task is None else task.results)
-            if task is not None:
-                sums.append(task.buffer_sum)
-        return sums
+        forward.results = [task.results for task in tasks]
+        return [task.buffer_sum for task in tasks]
 
     def _backward(
         self,
