@@ -28,7 +28,6 @@ from lockstep.replicas.buffers import (
     BufferRules,
     BufferSum,
     ReplicaBuffers,
-    TrainedBuffer,
     buffer_refs,
     check_buffers,
     check_rules,
@@ -39,7 +38,7 @@ from lockstep.replicas.passes.leaks import check_no_leaked_graphs
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
-from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ModuleMode, ShardHooks
+from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ShardHooks, mode_of
 from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, ReplicaSet, ThreadSettings, inherited
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
@@ -54,7 +53,7 @@ class Forward:
         inputs: The inputs of the model.
         shards: The shards of each device, in order.
         seed: The seed of the random streams of the shards.
-        mode: The mode in which modules ran.
+        training: The mode of all modules, or None for that of the model.
         settings: The settings under which the threads computed.
         runners: The runners of the replicas that ran it.
         trained_tensors: The parameters of the model that require a gradient, by name and in the order of those of the
@@ -67,7 +66,7 @@ class Forward:
     inputs: Inputs
     shards: list[list[Shard]]
     seed: int
-    mode: ModuleMode
+    training: bool | None
     settings: ThreadSettings
     runners: list[ShardRunner]
     trained_tensors: list[tuple[str, torch.Tensor]]
@@ -153,7 +152,7 @@ class ForwardBackward:
         Args:
             inputs: The batch.
             num_shards: The number of shards, or None for one per device, sized by its workload.
-            training: The mode in which modules run (see `ModuleMode.of`).
+            training: The mode in which modules run (see `mode_of`).
             output_dim: The dimension along which each output is merged (see `read_outputs`).
             seed: The seed of the random streams of the shards, which is drawn from the default generator by default.
 
@@ -170,20 +169,18 @@ class ForwardBackward:
         """
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             self._update_replicas()
-            buffers: Sequence[TrainedBuffer] = ()
+            buffers: dict[int, tuple[str, torch.Tensor]] = {}
             if self._buffer_refs and settings.grad and not inputs.attached:
                 buffers = trained_buffers(self.replicas.model, self._buffer_refs, frozen=self.replicas.frozen)
             forward = Forward(
                 inputs,
                 shards_of_batch(inputs.num_samples, num_shards, tuple(self.replicas.workloads)),
                 draw_seed() if seed is None else seed,
-                ModuleMode.of(self.replicas.model, training=training),
+                mode_of(self.replicas.model, training=training),
                 settings,
                 self._runners,
-                [*self._parameters, *[(buffer.name, buffer.tensor) for buffer in buffers]]
-                if buffers
-                else self._parameters,
-                [buffer.index for buffer in buffers] if buffers else [],
+                [*self._parameters, *buffers.values()],
+                list(buffers),
                 has_graph=settings.grad,
             )
 
@@ -298,7 +295,7 @@ class ForwardBackward:
         tasks = [
             ForwardTask(
                 forward.inputs,
-                forward.mode,
+                forward.training,
                 self.shard_hooks,
                 interruptible,
                 settings.grad,
@@ -333,7 +330,7 @@ class ForwardBackward:
         tasks: list[BackwardTask] = []
         for results in forward.results:
             sums = ShardSum(results[0].shard.index if results else 0)
-            tasks.append(BackwardTask(grads_of, forward.mode, self.shard_hooks, interruptible, retain_graph, sums))
+            tasks.append(BackwardTask(grads_of, forward.training, self.shard_hooks, interruptible, retain_graph, sums))
 
         def work(place: int) -> None:
             results = forward.results[place]
