@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch._functorch import eager_transforms
@@ -66,19 +66,9 @@ SMALLEST_DENORMAL = 5e-324
 """The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastState:
-    """The state of autocast for one type of device.
-
-    Attributes:
-        device_type: The type of device, such as ``"cpu"``.
-        enabled: Whether autocast is enabled.
-        dtype: The dtype that operations are cast to.
-    """
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
+AutocastState: TypeAlias = "tuple[str, bool, torch.dtype]"
+"""The type of a device, such as ``"cpu"``, whether autocast is enabled for it, and the dtype that operations are cast
+to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +212,19 @@ def inherited(settings: ThreadSettings) -> Iterator[None]:
 
 
 def _autocast_state(device_type: str) -> AutocastState:
-    return AutocastState(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
 def _switch_autocast(states: Iterable[AutocastState]) -> list[AutocastState]:
     """Apply autocast states where they differ, and return the previous states of those."""
     before = []
-    for cast in states:
-        kind = cast.device_type
+    for state in states:
+        current = _autocast_state(state[0])
         # Unchanged states are skipped, because setting them takes longer than reading them.
-        if torch.is_autocast_enabled(kind) != cast.enabled or torch.get_autocast_dtype(kind) != cast.dtype:
-            before.append(_autocast_state(kind))
-            torch.set_autocast_enabled(kind, cast.enabled)
-            torch.set_autocast_dtype(kind, cast.dtype)
+        if current != state:
+            before.append(current)
+            torch.set_autocast_enabled(*state[:2])
+            torch.set_autocast_dtype(state[0], state[2])
     return before
 
 
