@@ -28,8 +28,8 @@ _INTEGER_DTYPES: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: to
 EXTREMES: Final = MappingProxyType({"min": torch.minimum, "max": torch.maximum})
 """The functions of the rules by which the values of two shards become one."""
 
-Number: TypeAlias = "float | Tensor"
-"""A number that the host knows, or one per buffer of a pack or per number in it, which stays on the device."""
+Number: TypeAlias = Any
+"""A number that the host knows, or a tensor of one per buffer of a pack or per number in it, which stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)
