@@ -29,7 +29,7 @@ EXTREMES: Final = MappingProxyType({"min": torch.minimum, "max": torch.maximum})
 """The functions of the rules by which the values of two shards become one."""
 
 Number: TypeAlias = Any
-"""A number that the host knows, or a tensor on the device with one for each buffer of a pack, or for each number in it."""
+"""A number that the host knows, or a tensor on the device with one for each buffer or number of a pack."""
 
 
 @dataclass(frozen=True, slots=True)
