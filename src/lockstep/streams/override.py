@@ -209,27 +209,21 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
         OrderError: On entering, if no `StreamOverride` is installed.
     """
 
-    __slots__ = ("_seed",)
+    __slots__ = ("_outer", "_seed")
 
     def __init__(self, seed: int) -> None:
         if not 0 <= seed < NUM_SEEDS:
             check_seed(seed)
         self._seed = seed
+        self._outer: list[torch.Generator | None] = []
 
     def __enter__(self) -> None:
         if _INSTALLATION.undo is None:
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
-        # Generators are kept per level of nesting and seeded again, because creating one is slower than seeding it.
-        depth = THREAD_STREAMS.depth
-        if depth == len(THREAD_STREAMS.generators):
-            THREAD_STREAMS.generators.append(torch.Generator())
-        generator = THREAD_STREAMS.generators[depth]
-        generator.manual_seed(self._seed)
-        THREAD_STREAMS.depth = depth + 1
-        THREAD_STREAMS.generator = generator
+        self._outer.append(THREAD_STREAMS.generator)
+        THREAD_STREAMS.generator = torch.Generator().manual_seed(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THREAD_STREAMS.depth = depth = THREAD_STREAMS.depth - 1
-        THREAD_STREAMS.generator = THREAD_STREAMS.generators[depth - 1] if depth else None
+        THREAD_STREAMS.generator = self._outer.pop()

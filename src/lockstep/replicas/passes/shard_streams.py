@@ -150,8 +150,7 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
     Args:
         device: The device.
     """
-    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
-    position = [generator.get_state()]
+    position = [THREAD_STREAMS.current.get_state()]
     if device.type not in NO_MODULE:
         position.append(torch.get_device_module(device).get_rng_state(device))
     return position
@@ -164,7 +163,6 @@ def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> Non
         position: The state.
         device: The device of the shard.
     """
-    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
-    generator.set_state(position[0])
+    THREAD_STREAMS.current.set_state(position[0])
     if device.type not in NO_MODULE:
         torch.get_device_module(device).set_rng_state(position[1], device)
