@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lockstep.nest import map_tensors, named_tensors, narrow, rebuild, rows, tensors
+from lockstep.nest import map_tensors, named_tensors, rebuild, rows, tensors
 
 
 class Pair(NamedTuple):
@@ -64,26 +64,6 @@ def test_a_path_leads_to_its_tensor(nest: Any) -> None:
         assert eval(path, {"batch": nest}) is tensor  # noqa: S307 - the path is one that we made
 
 
-@given(nests, st.integers(0, 3))
-def test_pieces_make_up_the_whole(nest: Any, middle: int) -> None:
-    if tensors(nest):
-        pieces = tensors(narrow(nest, range(middle))), tensors(narrow(nest, range(middle, 3)))
-        for one, other, whole in zip(*pieces, tensors(nest), strict=True):
-            assert torch.equal(torch.cat([one, other]), whole)
-
-
-def test_narrow_copies_nothing() -> None:
-    tensor = torch.zeros(4, 2)
-    narrow({"x": tensor}, range(1, 3))["x"].fill_(1)
-    assert tensor[:, 0].tolist() == [0, 1, 1, 0]
-
-
-def test_other_dimensions() -> None:
-    nest = {"x": torch.arange(6).reshape(2, 3), "y": torch.arange(3).reshape(1, 3)}
-    assert rows(nest, dim=1) == rows(nest, dim=-1) == 3
-    assert narrow(nest, range(2, 3), dim=1)["x"].tolist() == [[2], [5]]
-
-
 @pytest.mark.parametrize(
     "container", [OrderedDict(x=1), defaultdict(list, x=1), UserDict(x=1), Pair(1, 2), [1, 2], (1, 2)]
 )
@@ -119,12 +99,5 @@ def test_what_torch_returns_keeps_its_type() -> None:
     ],
 )
 def test_disagreement_is_refused_by_name(nest: Any, message: str) -> None:
-    for walk in (rows, lambda nest: narrow(nest, range(1))):
-        with pytest.raises(ValueError, match=message):
-            walk(nest)
-
-
-@pytest.mark.parametrize("part", [range(-1, 2), range(2, 5), range(0, 4, 2), range(3, 2)])
-def test_a_run_outside_is_refused(part: range) -> None:
-    with pytest.raises(ValueError, match=r"`part` must be a range with step 1 within range\(0, 4\), got"):
-        narrow(torch.zeros(4), part)
+    with pytest.raises(ValueError, match=message):
+        rows(nest)

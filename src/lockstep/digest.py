@@ -6,7 +6,6 @@ again.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import sys
@@ -349,33 +348,23 @@ def _json(value: Any) -> str:
 
 
 def _contents(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of the elements in row-major order, without a copy if they are stored in that order."""
+    """Yield the bytes of the elements in row-major order and little endian, copying at most a piece at a time."""
     tensor = tensor.detach()
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
-        size = piece.numel() * piece.element_size()
-        if size:
-            # The memory is read directly, because NumPy has no arrays of bfloat16.
-            yield memoryview((ctypes.c_char * size).from_address(piece.data_ptr()))
+        if piece.numel():
+            # As bytes, because NumPy has no arrays of bfloat16.
+            yield memoryview(piece.view(-1).view(torch.uint8).numpy())
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, as contiguous little-endian tensors on the CPU."""
     # The memory of a view that is marked as conjugate or negative holds other numbers.
     flagged = tensor.is_conj() or tensor.is_neg() or sys.byteorder == "big"
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield tensor
-    elif tensor.numel() * tensor.element_size() <= PIECE:
-        whole = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        return
+    for piece in tensor.reshape(-1).split(PIECE // tensor.element_size()):
+        whole = piece.resolve_conj().resolve_neg().cpu().contiguous()
         yield little_endian(whole) if sys.byteorder == "big" else whole
-    elif tensor.is_contiguous() and tensor.dim() > 1:
-        # A flat view can be cut anywhere, and not only between rows.
-        yield from _pieces(tensor.view(-1))
-    elif len(tensor) == 1:
-        yield from _pieces(tensor[0])
-    else:
-        rows = max(1, PIECE // (tensor[0].numel() * tensor.element_size()))
-        for start in range(0, len(tensor), rows):
-            yield from _pieces(tensor[start : start + rows])
 
 
 def little_endian(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def cut_values(nest: Any, part: range, counts: Callable[[str, Any], bool], name:
     """
     if isinstance(nest, torch.Tensor):
         return nest
-    parts = _named_parts(nest, name)
+    parts = named_parts(nest, name)
     shape = getattr(nest, "shape", ()) if parts is None else ()
     is_array = isinstance(shape, tuple) and shape != ()
     if is_array or (type(nest) in (list, tuple) and not has_tensor(nest)):
@@ -124,14 +124,14 @@ def named_tensors(nest: Any, name: str = "batch") -> list[tuple[str, torch.Tenso
     """
     if isinstance(nest, torch.Tensor):
         return [(name, nest)]
-    found = _named_parts(nest, name) or []
+    found = named_parts(nest, name) or []
     for _, part in found:
         if not isinstance(part, torch.Tensor):
             return [pair for path, part in found for pair in named_tensors(part, path)]
     return found
 
 
-def _named_parts(nest: Any, name: str) -> list[tuple[str, Any]] | None:
+def named_parts(nest: Any, name: str) -> list[tuple[str, Any]] | None:
     """Return the contents of a container with their names, in the order of `parts_of`, or None if it is not one."""
     if isinstance(nest, (tuple, list)):
         return [(f"{name}[{index}]" if name else str(index), part) for index, part in enumerate(nest)]
@@ -161,56 +161,32 @@ def record_parts(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
-def rows(nest: Any, dim: int = 0, *, name: str = "batch") -> int:
-    """Return the common length of all tensors along one dimension, which is the number of samples.
+def rows(nest: Any) -> int:
+    """Return the common length of all tensors along their first dimension, which is the number of samples.
 
     Args:
         nest: A nest with at least one tensor.
-        dim: The dimension that counts samples. A negative dimension counts from the end.
-        name: The name of the nest in error messages.
 
     Raises:
-        ValueError: If there is no tensor, a tensor lacks the dimension, or two tensors differ in length. The message
-            names them.
+        ValueError: If there is no tensor, a tensor has no dimension, or two tensors differ in length. The message names
+            them.
 
     >>> rows((torch.zeros(4, 2), {"y": torch.zeros(4)}))
     4
     """
     first = ""
     length = -1
-    for path, tensor in named_tensors(nest, name):
-        if not -tensor.dim() <= dim < tensor.dim():
-            shape = tuple(tensor.shape)
-            raise ValueError(f"`{path}` must have a dimension {dim} to count samples by, got shape {shape}.")
+    for path, tensor in named_tensors(nest):
+        if not tensor.dim():
+            raise ValueError(f"`{path}` must have a dimension 0 to count samples by, got shape ().")
         if length < 0:
-            first, length = path, tensor.shape[dim]
-        elif tensor.shape[dim] != length:
-            rule = f"must be as long as `{first}` along dimension {dim} ({length})"
-            raise ValueError(f"`{path}` {rule}, got {tensor.shape[dim]}.")
+            first, length = path, len(tensor)
+        elif len(tensor) != length:
+            rule = f"must be as long as `{first}` along dimension 0 ({length})"
+            raise ValueError(f"`{path}` {rule}, got {len(tensor)}.")
     if length < 0:
-        raise ValueError(f"`{name}` must hold at least one tensor, got none.")
+        raise ValueError("`batch` must hold at least one tensor, got none.")
     return length
-
-
-def narrow(nest: Any, part: range, dim: int = 0, *, name: str = "batch") -> Any:
-    """Return the same run of samples of every tensor, as views that copy nothing.
-
-    Args:
-        nest: A nest with at least one tensor, all of the same length along ``dim``.
-        part: The samples to keep, with a step of 1.
-        dim: The dimension that counts samples.
-        name: The name of the nest in error messages.
-
-    Raises:
-        ValueError: If the tensors differ in length, or if the range has gaps or reaches beyond them.
-
-    >>> narrow({"x": torch.arange(5), "name": "five"}, range(1, 3))
-    {'x': tensor([1, 2]), 'name': 'five'}
-    """
-    length = rows(nest, dim, name=name)
-    if part.step != 1 or not 0 <= part.start <= part.stop <= length:
-        raise ValueError(f"`part` must be a range with step 1 within range(0, {length}), got {part}.")
-    return map_tensors(lambda tensor: tensor.narrow(dim, part.start, len(part)), nest)
 
 
 def rebuild(container: Any, parts: Iterable[Any]) -> Any:

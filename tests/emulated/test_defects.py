@@ -13,7 +13,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.communicators import RunEnvironment
 from lockstep.replicas.pool.devices import _rank_share, parse_devices
-from lockstep.replicas.pool.settings import InheritedSettings, ThreadSettings
+from lockstep.replicas.pool.settings import ThreadSettings, inherited
 from lockstep.streams import DefaultStream
 from tests.support.emulated.pool import on_emulated_devices
 from tests.support.emulated.runs import updater_on
@@ -43,10 +43,10 @@ def test_settings_hold_the_streams_of_the_devices_in_use_and_set_what_differs() 
     set_to: list[torch.Stream] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.emulated, "set_stream", set_to.append)
-        with InheritedSettings(ThreadSettings.capture(["emulated"], devices)):
+        with inherited(ThreadSettings.capture(["emulated"], devices)):
             assert set_to == []
         assert set_to == []
-        with InheritedSettings(taken):
+        with inherited(taken):
             assert set_to == [side]
     assert set_to[0] == side
 

@@ -6,8 +6,8 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol, TextIO, TypeAlias
@@ -257,18 +257,19 @@ class Monitor:
             return lambda _module, _inputs, output: measure(name, output)
 
         names = {module: f"{name}.output".lstrip(".") for name, module in replica.named_modules()}
-        handles = [module.register_forward_hook(measure_output(name)) for module, name in names.items()]
-        with _removed_at_end([replica.register_forward_pre_hook(measure_inputs, with_kwargs=True), *handles]):
+        with ExitStack() as hooks:
+            hooks.callback(replica.register_forward_pre_hook(measure_inputs, with_kwargs=True).remove)
+            for module, name in names.items():
+                hooks.callback(module.register_forward_hook(measure_output(name)).remove)
             yield
 
     @contextmanager
     def _backward(self, step: _Step, at: _Place, replica: nn.Module) -> Iterator[None]:
-        trained = {name: each for name, each in replica.named_parameters() if each.requires_grad}
-        with _removed_at_end(
-            parameter.register_hook(self._gradient_hook(step, at, name))  # type: ignore[no-untyped-call]
-            for name, parameter in trained.items()
-            if self._pattern.match(f"{name}.grad")
-        ):
+        with ExitStack() as hooks:
+            for name, parameter in replica.named_parameters():
+                if parameter.requires_grad and self._pattern.match(f"{name}.grad"):
+                    hook = parameter.register_hook(self._gradient_hook(step, at, name))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
             yield
 
     def _gradient_hook(self, step: _Step, at: _Place, name: str) -> Callable[[torch.Tensor], None]:
@@ -301,14 +302,3 @@ class Monitor:
             raise ValueError(f"`stat` must return one number for a tensor, got shape {tuple(value.shape)}.")
         nonfinite = int(plain.isfinite().logical_not().sum())
         return MonitorRow(self.step, name, float(value), nonfinite, replica, str(plain.device), shard)
-
-
-@contextmanager
-def _removed_at_end(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    """Remove hooks when the context ends."""
-    registered = list(handles)
-    try:
-        yield
-    finally:
-        for handle in registered:
-            handle.remove()

@@ -22,4 +22,4 @@ from lockstep.streams.seeds import (
 )
 from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
 from lockstep.streams.state import DefaultGeneratorGuard as DefaultGeneratorGuard
-from lockstep.streams.thread import THREAD_STREAMS as THREAD_STREAMS, stream_is_open as stream_is_open
+from lockstep.streams.thread import THREAD_STREAMS as THREAD_STREAMS

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,52 +93,6 @@ class StreamOverrideError(LockstepError, RuntimeError):
     """The installed torch does not support a stream per thread, so shards that draw must run one at a time."""
 
 
-class _Installation:
-    """The override itself, which exists once per process as long as it has at least one owner."""
-
-    def __init__(self) -> None:
-        # Reentrant: the garbage collector can run at any line below, and with it the finalizer that discards an owner
-        # that was not removed explicitly.
-        self._lock = threading.RLock()
-        self._owners: set[StreamOverride] = set()
-        self.undo: ExitStack | None = None
-        """What restores torch; None while nothing is installed."""
-
-    def owned_by(self, owner: StreamOverride) -> bool:
-        return owner in self._owners
-
-    def add(self, owner: StreamOverride) -> None:
-        with self._lock:
-            # Added before the installation, so that a finalizer that runs during it does not find an empty set and
-            # uninstall.
-            self._owners.add(owner)
-            if self.undo is None:
-                try:
-                    with ExitStack() as stack:
-                        _redirect(stack)
-                        replace_names(stack)
-                        self.undo = stack.pop_all()
-                except BaseException as error:
-                    # No owner may claim an override that is not installed.
-                    self._owners.clear()
-                    if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
-                        raise
-                    reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
-                    raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
-
-    def discard(self, owner: StreamOverride) -> None:
-        with self._lock:
-            self._owners.discard(owner)
-            undo = self.undo
-            if not self._owners and undo is not None:
-                self.undo = None
-                undo.close()
-
-
-# The dispatcher of torch exists once per process, and so does this.
-_INSTALLATION = _Installation()
-
-
 class StreamOverride:
     """An override that makes the random CPU operations of each thread draw from the stream of that thread.
 
@@ -168,10 +122,21 @@ class StreamOverride:
 
     __slots__ = ()
 
+    # The dispatcher of torch exists once per process, and so do these. The lock is reentrant: the garbage collector can
+    # run at any line below, and with it the finalizer that removes an owner that was not removed explicitly.
+    _lock: ClassVar = threading.RLock()
+    _owners: ClassVar[set[StreamOverride]] = set()
+    _undo: ClassVar[ExitStack | None] = None
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Return whether the override is installed by any owner."""
+        return cls._undo is not None
+
     @property
     def installed(self) -> bool:
         """Whether this owner has installed the override."""
-        return _INSTALLATION.owned_by(self)
+        return self in self._owners
 
     def install(self) -> None:
         """Install the override. Calling it again has no effect.
@@ -179,11 +144,32 @@ class StreamOverride:
         Raises:
             StreamOverrideError: If the override cannot be installed. Nothing has changed in that case.
         """
-        _INSTALLATION.add(self)
+        with self._lock:
+            # Added before the installation, so that a finalizer that runs during it does not find an empty set and
+            # uninstall.
+            self._owners.add(self)
+            if StreamOverride._undo is None:
+                try:
+                    with ExitStack() as stack:
+                        _redirect(stack)
+                        replace_names(stack)
+                        StreamOverride._undo = stack.pop_all()
+                except BaseException as error:
+                    # No owner may claim an override that is not installed.
+                    self._owners.clear()
+                    if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
+                        raise
+                    reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
+                    raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 
     def remove(self) -> None:
         """Remove the override, unless it has other owners. Calling it again has no effect."""
-        _INSTALLATION.discard(self)
+        with self._lock:
+            self._owners.discard(self)
+            undo = StreamOverride._undo
+            if not self._owners and undo is not None:
+                StreamOverride._undo = None
+                undo.close()
 
     def __enter__(self) -> StreamOverride:
         self.install()
@@ -209,27 +195,21 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
         OrderError: On entering, if no `StreamOverride` is installed.
     """
 
-    __slots__ = ("_seed",)
+    __slots__ = ("_outer", "_seed")
 
     def __init__(self, seed: int) -> None:
         if not 0 <= seed < NUM_SEEDS:
             check_seed(seed)
         self._seed = seed
+        self._outer: list[torch.Generator | None] = []
 
     def __enter__(self) -> None:
-        if _INSTALLATION.undo is None:
+        if not StreamOverride.is_installed():
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
-        # Generators are kept per level of nesting and seeded again, because creating one is slower than seeding it.
-        depth = THREAD_STREAMS.depth
-        if depth == len(THREAD_STREAMS.generators):
-            THREAD_STREAMS.generators.append(torch.Generator())
-        generator = THREAD_STREAMS.generators[depth]
-        generator.manual_seed(self._seed)
-        THREAD_STREAMS.depth = depth + 1
-        THREAD_STREAMS.generator = generator
+        self._outer.append(THREAD_STREAMS.generator)
+        THREAD_STREAMS.generator = torch.Generator().manual_seed(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THREAD_STREAMS.depth = depth = THREAD_STREAMS.depth - 1
-        THREAD_STREAMS.generator = THREAD_STREAMS.generators[depth - 1] if depth else None
+        THREAD_STREAMS.generator = self._outer.pop()

@@ -25,7 +25,7 @@ class GeneratorProxy(torch.Generator):
     """
 
     def __getattribute__(self, name: str) -> object:
-        return getattr(_current(), name)
+        return getattr(THREAD_STREAMS.current, name)
 
 
 GENERATOR_PROXY = GeneratorProxy()
@@ -65,10 +65,6 @@ def _replace(module: ModuleType, name: str, ours: object, undo: ExitStack) -> No
 
     undo.callback(restore)
     setattr(module, name, ours)
-
-
-def _current() -> torch.Generator:
-    return torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
 
 
 def _seeding_modules() -> list[ModuleType]:

@@ -8,25 +8,19 @@ import torch
 
 
 class ThreadStreams(threading.local):
-    """The open streams of each thread, with one generator per level of nesting.
+    """The open stream of each thread.
 
     Attributes:
         generator: The innermost open stream of the calling thread, or None if no stream is open.
-        generators: The generators of all levels, whether or not they are in use.
-        depth: The number of open streams.
     """
 
     generator: torch.Generator | None = None
 
-    def __init__(self) -> None:
-        self.generators: list[torch.Generator] = []
-        self.depth = 0
+    @property
+    def current(self) -> torch.Generator:
+        """The generator that the calling thread draws from: its stream, or the default generator."""
+        return torch.default_generator if self.generator is None else self.generator
 
 
 # One per process, because the kernels of torch and the functions of `torch.random`, which read it, are shared too.
 THREAD_STREAMS = ThreadStreams()
-
-
-def stream_is_open() -> bool:
-    """Return whether the calling thread is inside a `shard_stream`."""
-    return THREAD_STREAMS.generator is not None

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "wrong name beside a right dimension": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": 1}).bind(data=[("z", (6, 5))]),
         ValueError,
-        "`data` and `labels` must name 'x', which `batch_dim` and the model have, got 'z', which they do",
+        "`batch_dim` must name some of z, got 'x'",
     ),
     "wrong name at reshape beside a right dimension": (
         lambda: bound(batch_dim={"y": 0}).reshape(data=[("x", (6, 5))], labels=[("z", (6, 5))]),

@@ -21,7 +21,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.replicas.pool.interrupts import CallSigint
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.streams import stream_is_open
+from lockstep.streams import THREAD_STREAMS
 from tests.support import zygote
 from tests.support.waiting import LONG
 
@@ -144,7 +144,7 @@ def test_ctrl_c_names_who_was_at_work_and_changes_nothing(
     if phase == "forward":
         assert state(module) == before
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert not stream_is_open()
+    assert THREAD_STREAMS.generator is None
     module.action = None
     module.load_state_dict(seeded().state_dict())
     torch.manual_seed(1)
@@ -239,7 +239,7 @@ def test_interrupts_at_any_moment_leave_all_or_nothing() -> None:
             assert len({parameter.grad is None for parameter in module.parameters()}) == 1
             assert not module.training
             assert torch.is_grad_enabled()
-            assert not stream_is_open()
+            assert THREAD_STREAMS.generator is None
             assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT)) == before
     for thread in set(threading.enumerate()) - threads:
         thread.join(LONG)

@@ -113,24 +113,16 @@ class InputGradients:
         shards = [shard for device_shards in self.shards for shard in device_shards]
         return [self._merge_shards(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)]
 
-    def of_device(self, place: int, device: torch.device) -> Tensors:
-        """Return the gradient of the part of each input that one device computed, on that device.
-
-        Args:
-            place: The index of the device.
-            device: The device.
-        """
-        shards = self.shards[place]
-        return [self._merge_shards(index, shards, device) for index in range(len(self.inputs.tensors))]
-
     def by_device(self, devices: Sequence[torch.device]) -> list[Tensors]:
         """Return for each input a list with the gradient of the part of each device.
 
         Args:
             devices: The devices of the group.
         """
-        parts = [self.of_device(place, device) for place, device in enumerate(devices)]
-        return [list(each) for each in zip(*parts, strict=True)]
+        return [
+            [self._merge_shards(index, shards, device) for shards, device in zip(self.shards, devices, strict=True)]
+            for index in range(len(self.inputs.tensors))
+        ]
 
     def plus(self, earlier: InputGradients | None, modes: InputModes) -> InputGradients:
         """Return these gradients plus those of an earlier backward for inputs whose mode is "add".

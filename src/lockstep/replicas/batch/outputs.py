@@ -203,15 +203,12 @@ def _structure(returned: Any) -> Any:
     """Return the containers, keys and plain values that a model returned, with a marker for each tensor."""
     if isinstance(returned, torch.Tensor):
         return torch.Tensor
-    if isinstance(returned, Mapping):
-        return type(returned), [(key, _structure(part)) for key, part in returned.items()]
-    if isinstance(returned, tuple | list):
-        return type(returned), [_structure(part) for part in returned]
+    parts = nest.named_parts(returned, "")
+    if parts is not None:
+        return type(returned), [(name, _structure(part)) for name, part in parts]
     if returned is None or isinstance(returned, PLAIN_TYPES):
         # By text, in which a NaN is equal to another one.
         return repr(returned)
-    if nest.is_record(returned):
-        return type(returned), [(key, _structure(part)) for key, part in nest.record_parts(returned).items()]
     raise TypeError(
         "`model` must return tensors and plain values in tuples, lists, dicts and dataclasses, "
         f"got a {type(returned).__name__}."

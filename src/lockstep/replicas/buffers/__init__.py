@@ -24,7 +24,6 @@ from lockstep.replicas.buffers.replica_buffers import (
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.buffers.trained_buffers import (
-    TrainedBuffer as TrainedBuffer,
     check_no_computed_buffers as check_no_computed_buffers,
     check_no_trained_buffers as check_no_trained_buffers,
     trained_buffers as trained_buffers,

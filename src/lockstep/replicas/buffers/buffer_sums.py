@@ -28,8 +28,8 @@ _INTEGER_DTYPES: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: to
 EXTREMES: Final = MappingProxyType({"min": torch.minimum, "max": torch.maximum})
 """The functions of the rules by which the values of two shards become one."""
 
-Number: TypeAlias = "float | Tensor"
-"""A number that the host knows, or one per buffer of a pack or per number in it, which stays on the device."""
+Number: TypeAlias = Any
+"""A number that the host knows, or a tensor on the device with one for each buffer or number of a pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +50,6 @@ class Pack:
     owner: Tensor | None
     rule: BufferRule
     averaged: bool
-
-    @classmethod
-    def of(cls, indices: Sequence[int], buffers: Sequence[Tensor], rule: BufferRule, *, together: bool) -> Pack:
-        """Return the pack of some buffers.
-
-        Args:
-            indices: The indices of the buffers.
-            buffers: The buffers, which have the same dtype and device.
-            rule: The rule of these buffers.
-            together: Whether they are concatenated.
-        """
-        shapes = tuple(as_real(buffer).shape for buffer in buffers)
-        owner = None
-        if together:
-            sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
-            owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
-            owner = to_device(owner, buffers[0].device)
-        return cls(tuple(indices), shapes, owner, rule, rule == "mean" and is_averaged(buffers[0]))
 
     def select(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
         """List those of all buffers that belong to this pack.
@@ -150,15 +132,16 @@ def create_packs(buffers: Sequence[Tensor | None], rules: Sequence[BufferRule], 
     for index, (buffer, rule) in enumerate(zip(buffers, rules, strict=True)):
         if buffer is not None:
             kinds.setdefault((buffer.device, buffer.dtype, rule) if together else index, []).append(index)
-    return [
-        Pack.of(
-            indices,
-            [buffer for index in indices if (buffer := buffers[index]) is not None],
-            rules[indices[0]],
-            together=together,
-        )
-        for indices in kinds.values()
-    ]
+    packs: list[Pack] = []
+    for indices in kinds.values():
+        own = [buffer for index in indices if (buffer := buffers[index]) is not None]
+        shapes, owner, rule = tuple(as_real(buffer).shape for buffer in own), None, rules[indices[0]]
+        if together:
+            sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
+            owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
+            owner = to_device(owner, own[0].device)
+        packs.append(Pack(tuple(indices), shapes, owner, rule, rule == "mean" and is_averaged(own[0])))
+    return packs
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,25 +10,10 @@ from torch import nn
 from lockstep.replicas.buffers.buffer_refs import BufferRef, buffer_refs
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedBuffer:
-    """A buffer that requires a gradient.
-
-    Attributes:
-        index: The index of the buffer in the `buffer_refs` of the model.
-        name: The first name of the buffer in the model.
-        tensor: The tensor of the model itself.
-    """
-
-    index: int
-    name: str
-    tensor: torch.Tensor
-
-
 def trained_buffers(
     model: nn.Module, refs: Sequence[BufferRef] | None = None, *, frozen: Collection[str] = ()
-) -> list[TrainedBuffer]:
-    """Return the buffers of a model that currently require a gradient.
+) -> dict[int, tuple[str, torch.Tensor]]:
+    """Return the buffers of a model that currently require a gradient: name and tensor by the index in `buffer_refs`.
 
     Args:
         model: The model. It is not modified.
@@ -39,12 +23,12 @@ def trained_buffers(
     tensors = [ref.get() for ref in (buffer_refs(model) if refs is None else refs)]
     # The usual case returns before the names are collected, which takes longer.
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return []
-    return [
-        TrainedBuffer(index, name, tensor)
+        return {}
+    return {
+        index: (name, tensor)
         for index, (name, tensor) in enumerate(model.named_buffers())
         if tensor.requires_grad and name not in frozen
-    ]
+    }
 
 
 def check_no_computed_buffers(model: nn.Module) -> None:
@@ -56,11 +40,11 @@ def check_no_computed_buffers(model: nn.Module) -> None:
     Raises:
         ValueError: If a buffer that requires a gradient was computed from other tensors.
     """
-    for buffer in trained_buffers(model):
-        if not buffer.tensor.is_leaf:
+    for name, buffer in trained_buffers(model).values():
+        if not buffer.is_leaf:
             raise ValueError(
                 "`model` must have leaf tensors as buffers where they require gradients, got "
-                f"{buffer.name!r}, which was computed from other tensors: their gradients would be lost. "
+                f"{name!r}, which was computed from other tensors: their gradients would be lost. "
                 "Compute it in forward, or register it detached."
             )
 
@@ -75,8 +59,8 @@ def check_no_trained_buffers(model: nn.Module, refs: Sequence[BufferRef] | None 
     Raises:
         ValueError: If a buffer requires a gradient.
     """
-    for buffer in trained_buffers(model, refs):
+    for name, _ in trained_buffers(model, refs).values():
         raise ValueError(
-            f"`model` must have no buffers that require gradients, got {buffer.name!r}. Register it as an "
+            f"`model` must have no buffers that require gradients, got {name!r}. Register it as an "
             "nn.Parameter to train it, or call requires_grad_(False) on it."
         )

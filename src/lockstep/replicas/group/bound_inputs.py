@@ -1,139 +1,50 @@
-"""The names and shapes that the inputs of a model must have, and checks of inputs against them."""
+"""The names and shapes that the inputs of a model must have, and checks of inputs against them.
+
+Bound inputs are `Inputs` whose tensors lie on "meta", where they have a shape but no memory. Data comes before labels,
+and is what a gradient may be wanted for.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 
-from lockstep.replicas.batch import BatchDim, count_samples, dims_by_path, positive_dim
+from lockstep.replicas.batch import BatchDim, Inputs, read_inputs
 
 Description: TypeAlias = "tuple[str, Sequence[int]]"
 """The name or path of an input, and its shape for the whole batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoundInputs:
-    """The names and shapes that inputs must have.
-
-    Attributes:
-        data: The shape of each input, by path and in the order of the call.
-        labels: The shapes of the inputs that follow, which have no gradient and may be left out of a call.
-        num_samples: The number of samples in a batch.
-        dims: For each input, with data before labels, the dimension that counts samples, or None if it is given whole.
-    """
-
-    data: dict[str, tuple[int, ...]]
-    labels: dict[str, tuple[int, ...]]
-    num_samples: int
-    dims: tuple[int | None, ...]
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all inputs, with data before labels."""
-        return [*self.data, *self.labels]
-
-    @property
-    def arguments(self) -> list[str]:
-        """The names of the positional arguments of a call."""
-        return list(dict.fromkeys(argument_of(path) for path in self.paths))
-
-    @property
-    def label_arguments(self) -> list[str]:
-        """The names of the positional arguments that are labels."""
-        return list(dict.fromkeys(argument_of(path) for path in self.labels))
-
-    def differs(self, other: BoundInputs, path: str) -> bool:
-        """Return whether an input has another shape in other bound inputs, apart from the number of samples.
-
-        Args:
-            other: The other bound inputs.
-            path: The path of the input.
-        """
-        return self._sample_shape(path) != other._sample_shape(path)
-
-    def _sample_shape(self, path: str) -> list[int]:
-        shape = (self.data | self.labels)[path]
-        dim = self.dims[self.paths.index(path)]
-        return [size for index, size in enumerate(shape) if index != dim]
-
-    def check(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Check that inputs are the bound ones.
-
-        Args:
-            found: The inputs of a call with their paths.
-
-        Raises:
-            ValueError: If an input is unknown, has another shape, or is missing.
-        """
-        shapes = {path: tuple(tensor.shape) for path, tensor in found}
-        bound = self.data | self.labels
-        for path, shape in shapes.items():
-            if path not in bound:
-                raise ValueError(f"`{path}` must be one of the inputs that are bound ({', '.join(bound)}).")
-            if shape != bound[path]:
-                raise ValueError(
-                    f"`{path}` must have the shape it was bound with, {bound[path]}, got {shape}. "
-                    "Call `reshape` first to change shapes."
-                )
-        missing = [path for path in self.data if path not in shapes]
-        if missing:
-            raise ValueError(f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}.")
-
-
-Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-"""The shapes of inputs by path, in the order of the call."""
-
-
-def read_descriptions(data: Sequence[Description], labels: Sequence[Description] | None) -> tuple[Shapes, Shapes]:
-    """Convert descriptions of inputs to shapes by path.
+def bound_inputs(data: Sequence[Description], labels: Sequence[Description] | None, batch_dim: BatchDim) -> Inputs:
+    """Return bound inputs.
 
     Args:
         data: The descriptions of the inputs.
         labels: The descriptions of the labels, or None.
+        batch_dim: The dimension that counts samples, for all inputs or by name.
 
     Raises:
         TypeError: If a description is not a pair of a name and a shape.
-        ValueError: If there is no data, a name occurs twice, or a shape has a negative length.
+        ValueError: If there is no data, a name occurs twice, a shape has a negative length or lacks the dimension that
+            counts samples, the numbers of samples differ, or there is none.
     """
     if not data:
         raise ValueError("`data` must describe at least one input, got none.")
     described = [_read_description(each, "data") for each in data]
-    others = [_read_description(each, "labels") for each in labels or ()]
-    names = [path for path, _ in described + others]
+    found = described + [_read_description(each, "labels") for each in labels or ()]
+    names = [path for path, _ in found]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"`data` and `labels` must name each input once, got {twice!r} twice.")
-    return dict(described), dict(others)
+    wanted = dict(described)
+    return read_inputs((), {}, found, batch_dim, wanted=lambda path, _: path in wanted)
 
 
-def bound_inputs(data: Shapes, labels: Shapes, batch_dim: BatchDim) -> BoundInputs:
-    """Return inputs of given shapes as bound inputs.
-
-    Args:
-        data: The shapes of the inputs.
-        labels: The shapes of the labels.
-        batch_dim: The dimension that counts samples, for all inputs or by name.
-
-    Raises:
-        ValueError: If a shape lacks the dimension that counts samples, the numbers of samples differ, or there is none.
-    """
-    shapes = data | labels
-    dims = dims_by_path(batch_dim, list(shapes), "batch_dim")
-    # Tensors on "meta" have a shape but no memory, so the checks for tensors can be used.
-    tensors = [torch.empty(shape, device="meta") for shape in shapes.values()]
-    positive = [
-        None if dim is None else positive_dim(path, tensor, dim)
-        for path, tensor, dim in zip(shapes, tensors, dims, strict=True)
-    ]
-    return BoundInputs(data, labels, count_samples(shapes, tensors, positive), tuple(positive))
-
-
-def _read_description(description: Description, argument: str) -> tuple[str, tuple[int, ...]]:
-    """Return the name and shape of one description."""
+def _read_description(description: Description, argument: str) -> tuple[str, torch.Tensor]:
+    """Return the name of one description, and a tensor of its shape."""
     try:
         name, shape = description
         sizes = tuple(shape)
@@ -144,59 +55,82 @@ def _read_description(description: Description, argument: str) -> tuple[str, tup
         raise TypeError(f"`{argument}` must hold pairs of a name and a shape, got {description!r}.")
     if min(sizes, default=0) < 0:
         raise ValueError(f"`{argument}` must hold lengths of at least 0, got {sizes} for {name!r}.")
-    return name, sizes
+    return name, torch.empty(sizes, device="meta")
 
 
-def check_names(paths: Iterable[str], batch_dim: BatchDim, arguments: Sequence[str]) -> None:
-    """Check that a described name which the model does not have is not a misspelled name of `batch_dim`.
+def data_and_labels(bound: Inputs) -> tuple[list[str], list[str]]:
+    """Return the paths of the data, and those of the labels.
 
     Args:
-        paths: The paths of the described inputs.
-        batch_dim: The dimension that counts samples, as passed to the group.
-        arguments: The names of the arguments of the model.
+        bound: The bound inputs.
+    """
+    num_data = sum(bound.requires_grad)
+    return bound.names[:num_data], bound.names[num_data:]
+
+
+def arguments_of(paths: Iterable[str]) -> list[str]:
+    """Return the names of the arguments that paths lead into.
+
+    Args:
+        paths: The paths of inputs.
+
+    >>> arguments_of(["pair[0]", "pair[1]", "table.mask"])
+    ['pair', 'table']
+    """
+    return list(dict.fromkeys(re.split(r"[\[.]", path, maxsplit=1)[0] for path in paths))
+
+
+def sample_shapes(bound: Inputs) -> dict[str, list[int]]:
+    """Return the shape of each bound input by path, without the dimension that counts samples.
+
+    Args:
+        bound: The bound inputs.
+    """
+    return {
+        path: [size for index, size in enumerate(tensor.shape) if index != dim]
+        for path, tensor, dim in zip(bound.names, bound.tensors, bound.dims, strict=True)
+    }
+
+
+def check_bound(bound: Inputs, found: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that inputs are the bound ones.
+
+    Args:
+        bound: The bound inputs.
+        found: The inputs of a call with their paths.
 
     Raises:
-        ValueError: If a name of `batch_dim` that the model has is not described, but one that it does not have is.
+        ValueError: If an input is unknown, has another shape, or is missing.
     """
-    described = [argument_of(path) for path in paths]
-    expected = [argument_of(name) for name in batch_dim] if isinstance(batch_dim, Mapping) else []
-    missing = [name for name in expected if name in arguments and name not in described]
-    wrong = [name for name in described if name not in arguments]
-    if missing and wrong:
-        raise ValueError(
-            f"`data` and `labels` must name {missing[0]!r}, which `batch_dim` and the model have, got "
-            f"{wrong[0]!r}, which they do not have."
-        )
+    expected, given = dict(zip(bound.names, bound.tensors, strict=True)), dict(found)
+    for path, tensor in given.items():
+        if path not in expected:
+            raise ValueError(f"`{path}` must be one of the inputs that are bound ({', '.join(expected)}).")
+        if tensor.shape != expected[path].shape:
+            raise ValueError(
+                f"`{path}` must have the shape it was bound with, {tuple(expected[path].shape)}, got "
+                f"{tuple(tensor.shape)}. Call `reshape` first to change shapes."
+            )
+    missing = [path for path in data_and_labels(bound)[0] if path not in given]
+    if missing:
+        raise ValueError(f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}.")
 
 
-def check_same_inputs(old: BoundInputs, data: Shapes, labels: Shapes) -> None:
-    """Check that only shapes change.
+def check_only_shapes_change(before: Inputs, after: Inputs) -> None:
+    """Check that bound inputs keep their names and numbers of dimensions.
 
     Args:
-        old: The inputs that are bound.
-        data: The new shapes of the inputs.
-        labels: The new shapes of the labels.
+        before: The inputs that are bound.
+        after: The inputs that are to be.
 
     Raises:
         ValueError: If an input has another name or another number of dimensions.
     """
-    for argument, before, after in (("data", old.data, data), ("labels", old.labels, labels)):
-        if list(before) != list(after):
-            raise ValueError(f"`{argument}` must name the inputs that are bound, {list(before)}, got {list(after)}.")
-        for path, shape in after.items():
-            if len(shape) != len(before[path]):
-                raise ValueError(
-                    f"`{path}` must keep its number of dimensions ({len(before[path])}), got shape {shape}."
-                )
-
-
-def argument_of(path: str) -> str:
-    """Return the name of the argument that a path leads into.
-
-    Args:
-        path: The path of an input.
-
-    >>> argument_of("pair[0]"), argument_of("table.mask")
-    ('pair', 'table')
-    """
-    return re.split(r"[\[.]", path, maxsplit=1)[0]
+    for argument, old, new in zip(("data", "labels"), data_and_labels(before), data_and_labels(after), strict=True):
+        if old != new:
+            raise ValueError(f"`{argument}` must name the inputs that are bound, {old}, got {new}.")
+    for path, old, new in zip(before.names, before.tensors, after.tensors, strict=True):
+        if old.dim() != new.dim():
+            raise ValueError(
+                f"`{path}` must keep its number of dimensions ({old.dim()}), got shape {tuple(new.shape)}."
+            )

@@ -395,7 +395,7 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: If the parts are requested in a group that does not keep them.
         """
-        buffers = [(buffer.name, buffer.tensor) for buffer in trained_buffers(self.model)]
+        buffers = trained_buffers(self.model).values()
         named: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *buffers]
         if merge:
             return {name: parameter.grad for name, parameter in named}

@@ -106,29 +106,26 @@ def share_parameters(model: nn.Module, shared: nn.Module) -> None:
         ValueError: If tensors of the same name differ in shape or dtype, or are tied in only one of the models. Nothing
             has changed in that case.
     """
-    sources = {
-        **dict(shared.named_parameters(remove_duplicate=False)),
-        **dict(shared.named_buffers(remove_duplicate=False)),
-    }
-    entries = [
-        (table, name, f"{path}.{name}".lstrip("."), own)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for table in (module._parameters, module._buffers)
-        for name, own in table.items()
-        if own is not None
-    ]
+    own, sources = _named_tensors(model), _named_tensors(shared)
     replaced: dict[int, torch.Tensor] = {}
-    for _, _, full, own in entries:
-        if full in sources:
-            _check_can_share(full, own, sources[full])
+    for name, tensor in own.items():
+        if name in sources:
+            _check_can_share(name, tensor, sources[name])
             # A tensor with two names must get one replacement, or the tie would be lost.
-            if replaced.setdefault(id(own), sources[full]) is not sources[full]:
+            if replaced.setdefault(id(tensor), sources[name]) is not sources[name]:
                 raise ValueError(
-                    f"`shared_group` must tie {full!r} as the model does, got two tensors. Nothing was changed."
+                    f"`shared_group` must tie {name!r} as the model does, got two tensors. Nothing was changed."
                 )
-    for table, name, _, own in entries:
-        if id(own) in replaced:
-            table[name] = replaced[id(own)]
+    for name, tensor in own.items():
+        if id(tensor) in replaced:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, replaced[id(tensor)])
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model by each of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _check_can_share(name: str, own: torch.Tensor, source: torch.Tensor) -> None:

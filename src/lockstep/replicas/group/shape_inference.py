@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.replicas.batch import named_outputs
-from lockstep.replicas.group.bound_inputs import BoundInputs
+from lockstep.replicas.batch import Inputs, named_outputs
+from lockstep.replicas.group.bound_inputs import arguments_of, data_and_labels
 from lockstep.replicas.modules import ModuleWrapper
 from lockstep.replicas.pool import HOOK_NAMES, copy_model
 from lockstep.streams import restored_generators
@@ -34,7 +34,7 @@ Shapes: TypeAlias = "list[tuple[str, tuple[int, ...]]]"
 
 
 def infer_shapes(
-    model: nn.Module, bound: BoundInputs, arguments: Sequence[str], *, training: bool
+    model: nn.Module, bound: Inputs, arguments: Sequence[str], *, training: bool
 ) -> tuple[Shapes | None, Exception | None]:
     """Infer the shapes of outputs.
 
@@ -51,19 +51,19 @@ def infer_shapes(
     # A path leads into a nest of an unknown kind. A wrapper has devices of its own, and possibly threads. Lazy
     # parameters have no shapes yet.
     if (
-        bound.arguments != bound.paths
+        arguments_of(bound.names) != bound.names
         or any(isinstance(module, ModuleWrapper) for module in model.modules())
         or any(map(is_lazy, model.parameters()))
     ):
         return None, None
     copied = _without_own_hooks(copy_model(model, META, lambda _: False))
-    shapes, errors = bound.data | bound.labels, list[Exception]()
+    described, errors = dict(zip(bound.names, bound.tensors, strict=True)), list[Exception]()
     # The compiler is slow to import, so it is disabled only if it has been imported already.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with eager, restored_generators(), torch.no_grad(), META:
         for mode, dtypes in product(dict.fromkeys((training, False)), _input_dtypes(model, bound)):
             copied.train(mode)
-            tensors = {path: torch.zeros(shapes[path], dtype=dtype) for path, dtype in dtypes.items()}
+            tensors = {path: described[path].to(dtype, copy=True) for path, dtype in dtypes.items()}
             try:
                 by_name = tensors.keys() <= set(arguments)
                 returned = copied(**tensors) if by_name else copied(*tensors.values())
@@ -78,15 +78,16 @@ def infer_shapes(
     return None, next((error for error in errors if "scalar type" not in str(error)), errors[0])
 
 
-def _input_dtypes(model: nn.Module, bound: BoundInputs) -> Iterator[dict[str, torch.dtype]]:
+def _input_dtypes(model: nn.Module, bound: Inputs) -> Iterator[dict[str, torch.dtype]]:
     """Yield the dtypes that inputs may have, by path, with the most common ones first."""
     model_dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
     both = (next(model_dtypes, torch.get_default_dtype()), torch.int64)
-    for labels in (list(bound.labels), []) if bound.labels else ([],):
+    data, every_label = data_and_labels(bound)
+    for labels in (every_label, []) if every_label else ([],):
         # Labels are most often integers, so these come first.
-        kinds = [both] * len(bound.data) + [both[::-1]] * len(labels)
+        kinds = [both] * len(data) + [both[::-1]] * len(labels)
         for dtypes in product(*kinds) if len(kinds) <= MAX_MIXED_INPUTS else zip(*kinds, strict=True):
-            yield dict(zip((*bound.data, *labels), dtypes, strict=True))
+            yield dict(zip((*data, *labels), dtypes, strict=True))
 
 
 def _without_own_hooks(model: nn.Module) -> nn.Module:

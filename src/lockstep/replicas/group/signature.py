@@ -21,12 +21,13 @@ from lockstep.replicas.batch import (
     read_inputs,
 )
 from lockstep.replicas.group.bound_inputs import (
-    BoundInputs,
     Description,
+    arguments_of,
     bound_inputs,
-    check_names,
-    check_same_inputs,
-    read_descriptions,
+    check_bound,
+    check_only_shapes_change,
+    data_and_labels,
+    sample_shapes,
 )
 from lockstep.replicas.group.shape_inference import Shapes, infer_shapes
 
@@ -47,7 +48,7 @@ class Signature:
         self._arguments = positional_names(model.forward)
         self._batch_dim = batch_dim
         self._training = training
-        self.bound: BoundInputs | None = None
+        self.bound: Inputs | None = None
         """The names and shapes that are bound, or None before `bind`."""
 
     def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
@@ -59,10 +60,8 @@ class Signature:
         """
         if self.bound is not None:
             raise OrderError("Inputs are bound once; call reshape to change their shapes.")
-        shapes = read_descriptions(data, labels)
-        check_names([path for each in shapes for path in each], self._batch_dim, self._arguments)
-        bound = bound_inputs(*shapes, self._batch_dim)
-        self._check_shapes(bound, bound.paths)
+        bound = bound_inputs(data, labels, self._batch_dim)
+        self._check_shapes(bound, bound.names)
         self.bound = bound
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
@@ -75,18 +74,19 @@ class Signature:
         before = self.bound
         if before is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
-        shapes = read_descriptions(data, labels)
-        check_same_inputs(before, *shapes)
-        bound = bound_inputs(*shapes, self._batch_dim)
-        self._check_shapes(bound, [path for path in bound.paths if bound.differs(before, path)])
+        bound = bound_inputs(data, labels, self._batch_dim)
+        check_only_shapes_change(before, bound)
+        old = sample_shapes(before)
+        self._check_shapes(bound, [path for path, shape in sample_shapes(bound).items() if shape != old[path]])
         # After all checks, so that an error changes nothing.
         self.bound = bound
-        return bound != before
+        return [each.shape for each in bound.tensors] != [each.shape for each in before.tensors]
 
-    def _check_shapes(self, bound: BoundInputs, suspects: Sequence[str]) -> None:
+    def _check_shapes(self, bound: Inputs, suspects: Sequence[str]) -> None:
         error = infer_shapes(self._model, bound, self._arguments, training=self._training)[1] if suspects else None
         if error is not None:
-            got = ", ".join(f"{path} {(bound.data | bound.labels)[path]}" for path in suspects)
+            shapes = {path: tuple(tensor.shape) for path, tensor in zip(bound.names, bound.tensors, strict=True)}
+            got = ", ".join(f"{path} {shapes[path]}" for path in suspects)
             names = ", ".join(f"`{path}`" for path in suspects)
             raise ValueError(
                 f"{names} must have a shape that the model can compute with, got {got}: {type(error).__name__}: {error}"
@@ -111,22 +111,23 @@ class Signature:
         """
         args, kwargs = call_arguments(batch)
         expected = self.bound
-        absent = [] if expected is None else expected.paths
+        absent = [] if expected is None else expected.names
         if expected is None:
             names = number_positions(self._arguments, len(args))
         else:
-            names = expected.arguments[: len(args)]
+            names = arguments_of(expected.names)[: len(args)]
             if len(args) > len(names):
                 rule = f"must hold the inputs that are bound ({len(names)})"
                 raise ValueError(f"`batch` {rule}, got {len(args)}.")
-            expected.check(named_inputs(args, kwargs, names))
+            check_bound(expected, named_inputs(args, kwargs, names))
         found = list(named_inputs(args, kwargs, names))
         modes_by_path = modes.by_path(list(map(PATH_OF, found)), absent)
+        data = None if expected is None else data_and_labels(expected)[0]
 
         def wanted(path: str, tensor: torch.Tensor) -> bool:
             # Integer tensors cannot require a gradient.
             numbers = tensor.is_floating_point() or tensor.is_complex()
-            return numbers and modes_by_path[path] != "null" and (expected is None or path in expected.data)
+            return numbers and modes_by_path[path] != "null" and (data is None or path in data)
 
         return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
@@ -141,7 +142,7 @@ class Signature:
             ValueError: If the labels are for another number of samples.
         """
         args, kwargs = call_arguments(labels)
-        bound = [] if self.bound is None else self.bound.label_arguments
+        bound = [] if self.bound is None else arguments_of(data_and_labels(self.bound)[1])
         names = [*bound, *(f"labels[{index}]" for index in range(len(bound), len(args)))][: len(args)]
         read = read_inputs(
             args,
@@ -149,7 +150,7 @@ class Signature:
             list(named_inputs(args, kwargs, names)),
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
-            absent=[] if self.bound is None else self.bound.paths,
+            absent=[] if self.bound is None else self.bound.names,
             argument="labels",
         )
         if read.num_samples != num_samples:

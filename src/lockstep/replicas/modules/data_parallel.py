@@ -7,8 +7,8 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -143,13 +143,6 @@ class BackwardBridge:
     device: torch.device
     flat: FlattenedParameters | None
 
-    def outputs(self) -> list[torch.Tensor]:
-        """Return the merged outputs, which are differentiable with respect to inputs and parameters."""
-        merged: tuple[torch.Tensor, ...] = MergedOutput.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            self, *self.forward.inputs.tensors, *self.parameters
-        )
-        return list(merged)
-
     def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
         """Run backward, and return the gradient of every input followed by that of every parameter.
 
@@ -219,21 +212,6 @@ class MergedOutput(torch.autograd.Function):
             # As torch does for its own nodes, so that the memory is free before the next forward.
             ctx.bridge = None
         return None, *bridge.gradients(output_grads, retain_graph=keep)
-
-
-class ThreadPreparation(threading.local):
-    """Whether `worker_init_fn` has been called in the calling thread."""
-
-    done = False
-
-
-@dataclass(frozen=True, slots=True)
-class RunningReplicas:
-    """Replicas with their threads, and the object that runs shards on them."""
-
-    replicas: ReplicaSet
-    passes: ForwardBackward
-    prepared: ThreadPreparation = field(default_factory=ThreadPreparation)
 
 
 class DataParallel(ModuleWrapper):
@@ -339,7 +317,8 @@ class DataParallel(ModuleWrapper):
         self.parallel_backward = parallel_backward
         self.timeout = timeout
         self._buffer_rule: BufferRules = buffers
-        self._running: RunningReplicas | None = None
+        self._passes: ForwardBackward | None = None
+        self._prepared = threading.local()
         self._flat: FlattenedParameters | None = None
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
@@ -386,23 +365,23 @@ class DataParallel(ModuleWrapper):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on the whole batch, outside of a compiled graph."""
-        running = self._prepare()
+        passes = self._prepare()
         inputs = self._read_inputs(args, kwargs)
         output_dim = self._output_dim()
         main = self.devices[0] if self.output_device is None else self.output_device
         if torch.is_grad_enabled() and not self.parallel_backward:
             forward = attached_forward(
-                running.passes, inputs, num_shards=self.num_shards, output_dim=output_dim, flat=self._flat
+                passes, inputs, num_shards=self.num_shards, output_dim=output_dim, flat=self._flat
             )
             return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
         with _without_checkpoint_hooks():
-            forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
+            forward = passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
         named = forward.trained_tensors if forward.has_graph else []
         if not named and not any(inputs.requires_grad):
             return forward.outputs.unflatten(forward.outputs.merged(main))
-        return forward.outputs.unflatten(
-            BackwardBridge(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
-        )
+        bridge = BackwardBridge(passes, forward, [each for _, each in named], main, self._flat)
+        merged = MergedOutput.apply(bridge, *inputs.tensors, *bridge.parameters)  # type: ignore[no-untyped-call]  # torch's gap
+        return forward.outputs.unflatten(list(merged))
 
     @property
     def model(self) -> nn.Module:
@@ -448,63 +427,54 @@ class DataParallel(ModuleWrapper):
         self._monitor = monitor
         if monitor is not None:
             monitor.attach(self)
-        if self._running is not None:
-            self._running.passes.shard_hooks = monitor
+        if self._passes is not None:
+            self._passes.shard_hooks = monitor
 
     def release(self) -> None:
         """Drop threads and replicas until the next forward."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.passes.release()
-            running.replicas.release()
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes.release()
+            passes.replicas.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without objects of this process: threads, replicas, and a monitor."""
-        return {**self.__dict__, "_running": None, "_flat": None, "_monitor": None}
+        return {**self.__dict__, "_passes": None, "_prepared": None, "_flat": None, "_monitor": None}
 
     def extra_repr(self) -> str:
         """Return the names of the devices and the dimensions."""
         output_dim = "" if self.output_dim == "dim" else f", output_dim={self.output_dim}"
         return f"devices={[str(device) for device in self.devices]}, dim={self.dim}{output_dim}"
 
-    def _prepare(self) -> RunningReplicas:
-        """Flatten the parameters if requested, and return replicas and threads that are ready to run."""
+    def _prepare(self) -> ForwardBackward:
+        """Flatten the parameters if requested, and return what runs the replicas, in threads that are ready."""
         if self.flatten_parameters:
             self._flatten()
-        running = self._running
+        passes = self._passes
         # A forked process has none of the threads, and would wait forever for work that it hands to one.
-        if running is None or running.replicas.model is not self.module or running.replicas.is_forked:
-            self._running = running = self._start_replicas()
-        self._prepare_threads(running)
-        return running
+        if passes is None or passes.replicas.model is not self.module or passes.replicas.is_forked:
+            kind = BroadcastingSet if self.use_nccl else ReplicaSet
+            replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
+            self._passes = passes = ForwardBackward(replicas, buffers=self._buffer_rule)
+            passes.shard_hooks = self._monitor
+            self._prepared = threading.local()
+        if self.worker_init_fn is not None:
+            passes.replicas.run(partial(self._prepare_thread, self.worker_init_fn, self._prepared))
+        return passes
 
-    def _start_replicas(self) -> RunningReplicas:
-        """Return what runs the replicas, which are created by the first forward."""
-        kind = BroadcastingSet if self.use_nccl else ReplicaSet
-        replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
-        passes = ForwardBackward(replicas, buffers=self._buffer_rule)
-        passes.shard_hooks = self._monitor
-        return RunningReplicas(replicas, passes)
+    @staticmethod
+    def _prepare_thread(prepare: Callable[[int], None], prepared: threading.local, place: int) -> None:
+        """Call the user's function in a thread in which it has not been called, before shards have streams."""
+        # Thread-local, so that a thread that replaces an abandoned one is prepared too.
+        if not vars(prepared):
+            prepare(place)
+            prepared.done = True
 
     def _flatten(self) -> FlattenedParameters:
         parameters = list(self.module.parameters())
         if self._flat is None or not self._flat.holds(parameters):
             self._flat = FlattenedParameters(parameters)
         return self._flat
-
-    def _prepare_threads(self, running: RunningReplicas) -> None:
-        """Call the user's function in every thread in which it has not been called, before shards have streams."""
-        prepare = self.worker_init_fn
-        if prepare is None:
-            return
-
-        def work(place: int) -> None:
-            # Thread-local, so that a thread that replaces an abandoned one is prepared too.
-            if not running.prepared.done:
-                prepare(place)
-                running.prepared.done = True
-
-        running.replicas.run(work)
 
     def _read_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the inputs of a call, and which of them require a gradient."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -72,8 +70,9 @@ class FlattenedParameters:
         gradients = torch.zeros_like(values, requires_grad=False)
         self.tensors = FlatParameters(values, gradients)
         values.grad = gradients
-        sizes = [parameter.numel() for parameter in parameters]
-        self._ranges = list(pairwise(accumulate(sizes, initial=0)))
+        parts = torch.split(gradients, [parameter.numel() for parameter in parameters])
+        self._views = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
+        self._memory = _memory_of(parameters)
         self.gather_gradients()
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -82,18 +81,8 @@ class FlattenedParameters:
         Args:
             parameters: The current parameters of the module.
         """
-        values = self.tensors.values
-        begin, size = values.data_ptr(), values.element_size()
-        # Identity, addresses and dtypes are compared, because `module.to()` replaces the memory of a parameter or the
-        # parameter itself.
-        return (
-            len(parameters) == len(self._parameters)
-            and all(map(operator.is_, parameters, self._parameters))
-            and all(
-                parameter.data_ptr() == begin + start * size and parameter.dtype == values.dtype
-                for parameter, (start, _) in zip(parameters, self._ranges, strict=True)
-            )
-        )
+        # `module.to()` replaces the memory of a parameter or the parameter itself.
+        return _memory_of(parameters) == self._memory
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -111,8 +100,7 @@ class FlattenedParameters:
             values.grad = gradients
             self._bind()
             return
-        for parameter, (start, stop) in zip(self._parameters, self._ranges, strict=True):
-            view = gradients[start:stop].view(parameter.shape)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
@@ -120,7 +108,11 @@ class FlattenedParameters:
         self._bind()
 
     def _bind(self) -> None:
-        """Set the gradient of each parameter that requires one to its part of the flat gradient."""
-        for parameter, (start, stop) in zip(self._parameters, self._ranges, strict=True):
+        """Let the gradient of each parameter be its part of the flat one."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.requires_grad:
-                parameter.grad = self.tensors.gradients[start:stop].view(parameter.shape)
+                parameter.grad = view
+
+
+def _memory_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int, torch.dtype]]:
+    return [(id(each), each.data_ptr(), each.dtype) for each in parameters]

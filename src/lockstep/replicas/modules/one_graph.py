@@ -164,7 +164,7 @@ def attached_forward(
     shards = shards_of_batch(inputs.num_samples, num_shards, tuple(replicas.workloads))
     devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
     parameters: dict[str, torch.Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    buffers = {each.name: each.tensor for each in trained_buffers(model)}
+    buffers = dict(trained_buffers(model).values())
     inner = passes.shard_hooks
     passes.shard_hooks = AliasHooks(parameters | buffers, len(parameters), devices, inner, flat)
     try:

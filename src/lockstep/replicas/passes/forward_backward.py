@@ -28,7 +28,6 @@ from lockstep.replicas.buffers import (
     BufferRules,
     BufferSum,
     ReplicaBuffers,
-    TrainedBuffer,
     buffer_refs,
     check_buffers,
     check_rules,
@@ -39,8 +38,8 @@ from lockstep.replicas.passes.leaks import check_no_leaked_graphs
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
-from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ModuleMode, ShardHooks
-from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, InheritedSettings, ReplicaSet, ThreadSettings
+from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ShardHooks, mode_of
+from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, ReplicaSet, ThreadSettings, inherited
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")
@@ -54,7 +53,7 @@ class Forward:
         inputs: The inputs of the model.
         shards: The shards of each device, in order.
         seed: The seed of the random streams of the shards.
-        mode: The mode in which modules ran.
+        training: The mode of all modules, or None for that of the model.
         settings: The settings under which the threads computed.
         runners: The runners of the replicas that ran it.
         trained_tensors: The parameters of the model that require a gradient, by name and in the order of those of the
@@ -67,7 +66,7 @@ class Forward:
     inputs: Inputs
     shards: list[list[Shard]]
     seed: int
-    mode: ModuleMode
+    training: bool | None
     settings: ThreadSettings
     runners: list[ShardRunner]
     trained_tensors: list[tuple[str, torch.Tensor]]
@@ -153,7 +152,7 @@ class ForwardBackward:
         Args:
             inputs: The batch.
             num_shards: The number of shards, or None for one per device, sized by its workload.
-            training: The mode in which modules run (see `ModuleMode.of`).
+            training: The mode in which modules run (see `mode_of`).
             output_dim: The dimension along which each output is merged (see `read_outputs`).
             seed: The seed of the random streams of the shards, which is drawn from the default generator by default.
 
@@ -170,20 +169,18 @@ class ForwardBackward:
         """
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             self._update_replicas()
-            buffers: Sequence[TrainedBuffer] = ()
+            buffers: dict[int, tuple[str, torch.Tensor]] = {}
             if self._buffer_refs and settings.grad and not inputs.attached:
                 buffers = trained_buffers(self.replicas.model, self._buffer_refs, frozen=self.replicas.frozen)
             forward = Forward(
                 inputs,
                 shards_of_batch(inputs.num_samples, num_shards, tuple(self.replicas.workloads)),
                 draw_seed() if seed is None else seed,
-                ModuleMode.of(self.replicas.model, training=training),
+                mode_of(self.replicas.model, training=training),
                 settings,
                 self._runners,
-                [*self._parameters, *[(buffer.name, buffer.tensor) for buffer in buffers]]
-                if buffers
-                else self._parameters,
-                [buffer.index for buffer in buffers] if buffers else [],
+                [*self._parameters, *buffers.values()],
+                list(buffers),
                 has_graph=settings.grad,
             )
 
@@ -238,7 +235,7 @@ class ForwardBackward:
             nonlocal graphs_used
             # A first run that drew from the default generator was discarded, but it has freed the graphs.
             if graphs_used:
-                with InheritedSettings(forward.settings):
+                with inherited(forward.settings):
                     self._forward(forward, forward.settings, interrupts, parallel=parallel)
             graphs_used = True
             return self._backward(
@@ -293,15 +290,12 @@ class ForwardBackward:
         self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
     ) -> list[BufferSum]:
         """Run forward on all devices from a calling thread that has the right settings."""
-        tasks: list[ForwardTask | None] = [None] * len(forward.shards)
         interruptible = interrupts.interruptible
         collector = collecting.current()
-
-        def work(place: int) -> None:
-            runner, shards = forward.runners[place], forward.shards[place]
-            tasks[place] = task = ForwardTask(
+        tasks = [
+            ForwardTask(
                 forward.inputs,
-                forward.mode,
+                forward.training,
                 self.shard_hooks,
                 interruptible,
                 settings.grad,
@@ -309,15 +303,16 @@ class ForwardBackward:
                 None if collector is None else collector.observers,
                 forward.trained_buffer_indices,
             )
-            runner.run(zip(shards, shards, strict=True), task, self._streams)
+            for runner, shards in zip(forward.runners, forward.shards, strict=True)
+        ]
+
+        def work(place: int) -> None:
+            shards = forward.shards[place]
+            forward.runners[place].run(zip(shards, shards, strict=True), tasks[place], self._streams)
 
         self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
-        forward.results, sums = [], []
-        for task in tasks:
-            forward.results.append([] if task is None else task.results)
-            if task is not None:
-                sums.append(task.buffer_sum)
-        return sums
+        forward.results = [task.results for task in tasks]
+        return [task.buffer_sum for task in tasks]
 
     def _backward(
         self,
@@ -335,7 +330,7 @@ class ForwardBackward:
         tasks: list[BackwardTask] = []
         for results in forward.results:
             sums = ShardSum(results[0].shard.index if results else 0)
-            tasks.append(BackwardTask(grads_of, forward.mode, self.shard_hooks, interruptible, retain_graph, sums))
+            tasks.append(BackwardTask(grads_of, forward.training, self.shard_hooks, interruptible, retain_graph, sums))
 
         def work(place: int) -> None:
             results = forward.results[place]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -23,18 +23,11 @@ from lockstep.streams import (
     stream_seed,
 )
 
-R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
 
-
-class Computation(Protocol[R_co]):
-    """A function that computes shards. It may be called twice, in which case the first result is discarded."""
-
-    def __call__(self, *, parallel: bool) -> R_co:
-        """Compute all shards in their streams.
-
-        Args:
-            parallel: Whether to use all devices at the same time instead of computing one shard after another.
-        """
+Computation: TypeAlias = Callable[..., R]
+"""A function that computes all shards in their streams. It is called with `parallel`, whether to use all devices at the
+same time instead of computing one shard after another, and may be called twice; the first result is then discarded."""
 
 
 class ShardStreams:
@@ -61,7 +54,7 @@ class ShardStreams:
         self._spare_stream: DefaultStream | None = None
         weakref.finalize(self, self._override.remove)
 
-    def run(self, computation: Computation[R_co], *, seed: int, first: int = 0, parallel: bool) -> R_co:
+    def run(self, computation: Computation[R], *, seed: int, first: int = 0, parallel: bool) -> R:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:
@@ -157,8 +150,7 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
     Args:
         device: The device.
     """
-    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
-    position = [generator.get_state()]
+    position = [THREAD_STREAMS.current.get_state()]
     if device.type not in NO_MODULE:
         position.append(torch.get_device_module(device).get_rng_state(device))
     return position
@@ -171,7 +163,6 @@ def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> Non
         position: The state.
         device: The device of the shard.
     """
-    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
-    generator.set_state(position[0])
+    THREAD_STREAMS.current.set_state(position[0])
     if device.type not in NO_MODULE:
         torch.get_device_module(device).set_rng_state(position[1], device)

@@ -45,46 +45,30 @@ class ShardHooks(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleMode:
-    """The mode in which the modules of a replica run: that of the model's modules, or the same mode for all.
+def mode_of(model: nn.Module, *, training: bool | None) -> bool | None:
+    """Return whether all modules run in training mode, or None for the modes of the model.
 
-    Attributes:
-        training: Whether all modules are in training mode, or None for the modes of the model.
+    Modules that the model keeps in evaluation mode stay in it, unless the model is in evaluation mode as a whole.
+
+    Args:
+        model: The original model.
+        training: True for the modes of the model, or for training mode in all modules if the model is in evaluation
+            mode; False for evaluation mode in all modules; None for the modes of the model.
     """
+    return None if training is None or (training and model.training) else training
 
-    training: bool | None
 
-    @classmethod
-    def of(cls, model: nn.Module, *, training: bool | None) -> ModuleMode:
-        """Return the mode for the `training` argument of a call.
-
-        Modules that the model keeps in evaluation mode stay in it, unless the model is in evaluation mode as a whole.
-
-        Args:
-            model: The original model.
-            training: True for the modes of the model, or for training mode in all modules if the model is in evaluation
-                mode; False for evaluation mode in all modules; None for the modes of the model.
-        """
-        as_model = training is None or (training and model.training)
-        return cls(None if as_model else training)
-
-    @contextmanager
-    def apply(self, replica: nn.Module) -> Iterator[None]:
-        """Return a context manager that switches the modules of a replica to this mode, if `training` is not None.
-
-        Args:
-            replica: The replica.
-        """
-        modules = [module for module in replica.modules() if module.training != self.training]
+@contextmanager
+def _in_mode(replica: nn.Module, *, training: bool) -> Iterator[None]:
+    modules = [module for module in replica.modules() if module.training != training]
+    for module in modules:
+        # By attribute, because `train()` may be overridden and would switch the children too.
+        module.training = training
+    try:
+        yield
+    finally:
         for module in modules:
-            # By attribute, because `train()` may be overridden and would switch the children too.
-            module.training = bool(self.training)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.training = not self.training
+            module.training = not training
 
 
 @dataclass(slots=True)
@@ -93,7 +77,7 @@ class ForwardTask:
 
     Attributes:
         inputs: The inputs to split.
-        mode: The mode of the modules.
+        training: The mode of all modules, or None for that of the model.
         hooks: The hooks around each forward, or None.
         interruptible: A context manager to enter while the model runs, during which an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
@@ -104,7 +88,7 @@ class ForwardTask:
     """
 
     inputs: Inputs
-    mode: ModuleMode
+    training: bool | None
     hooks: ShardHooks | None
     interruptible: AbstractContextManager[None]
     keeps_graph: bool
@@ -136,7 +120,7 @@ class ForwardTask:
         replica = runner.replica
         leaves = self.restore_buffers(runner) if runner.buffers.entries else []
         with (
-            NULL_CONTEXT if self.mode.training is None else self.mode.apply(replica),
+            NULL_CONTEXT if self.training is None else _in_mode(replica, training=self.training),
             NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
             NULL_CONTEXT if self.observers is None else collecting(self.observers, len(shard.samples)) as reported,
         ):
@@ -166,7 +150,7 @@ class BackwardTask:
 
     Attributes:
         output_grads: A function that returns the gradient of each tensor that a shard returned, on its device, or None.
-        mode: The mode of the modules, in case backward runs forward again.
+        training: The mode of all modules, in case backward runs forward again, or None for that of the model.
         hooks: The hooks around each backward, or None.
         interruptible: A context manager to enter while backward runs, during which an interrupt may be raised.
         retain_graph: Whether backward can be run again.
@@ -175,7 +159,7 @@ class BackwardTask:
     """
 
     output_grads: Callable[[ShardForward], Tensors]
-    mode: ModuleMode
+    training: bool | None
     hooks: ShardHooks | None
     interruptible: AbstractContextManager[None]
     retain_graph: bool
@@ -193,7 +177,7 @@ class BackwardTask:
         """
         replica = runner.replica
         with (
-            NULL_CONTEXT if self.mode.training is None else self.mode.apply(replica),
+            NULL_CONTEXT if self.training is None else _in_mode(replica, training=self.training),
             NULL_CONTEXT if self.hooks is None else self.hooks.backward(runner.place, shard, replica),
         ):
             # Activation checkpointing draws again what forward drew, and a custom backward may draw too.

@@ -31,10 +31,10 @@ from lockstep.replicas.pool.settings import (
     CHECKPOINT as CHECKPOINT,
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
-    InheritedSettings as InheritedSettings,
     OneIntraOpThread as OneIntraOpThread,
     ThreadSettings as ThreadSettings,
     identity as identity,
+    inherited as inherited,
     module_of_hooks as module_of_hooks,
 )
 from lockstep.replicas.pool.worker import Timeout as Timeout

@@ -24,6 +24,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
+LAYOUT: Final = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype", "shape"))
+"""What a replica that shares the memory of a parameter has in common with it."""
 
 VERSION: Final = attrgetter("_version")
 
@@ -228,21 +230,33 @@ class ModelChangeDetector:
         self._tensors, self._arrays = held.tensors, held.arrays
         self._current += held.containers
         self._current += [vars(each) for each in (*self._parameters, *model.buffers())]
-        self._bytes = [array.tobytes() for array in self._arrays]
         # By their values: batch normalization and a write to `buffer.data` do not increment the version counter.
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in held.buffers]
         self.computed = _computed_weights(model)
-        self._recorded = [_shallow_copy(watched) for watched in self._current]
         # They equal others of the same value.
         self._single = [
-            (module._parameters, name, parameter)
+            (module._parameters, name)
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() == 1
         ]
-        self._versions = list(map(VERSION, self._tensors))
-        self._memory = [parameter.data_ptr() for parameter in self._parameters]
-        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._recorded = [_shallow_copy(watched) for watched in self._current]
+        self._layouts, self._state = self._current_layouts(), self._current_state()
+
+    def fits(self) -> bool:
+        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
+        return self._current_layouts() == self._layouts
+
+    def _current_layouts(self) -> list[list[Any]]:
+        return [list(map(read, self._parameters)) for read in LAYOUT]
+
+    def _current_state(self) -> list[list[Any]]:
+        return [
+            list(map(REQUIRES_GRAD, self._parameters)),
+            list(map(VERSION, self._tensors)),
+            [array.tobytes() for array in self._arrays],
+            [id(registry.get(name)) for registry, name in self._single],
+        ]
 
     def compute_weights(self) -> None:
         """Compute the weights of the model that hooks of `prune` and `weight_norm` set in a forward, without a graph.
@@ -261,14 +275,9 @@ class ModelChangeDetector:
 
     def changed(self) -> bool:
         """Return whether the model differs from the record."""
-        if (
-            list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory
-            or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad
-            or list(map(VERSION, self._tensors)) != self._versions
-            or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
-            or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
-            or (self._buffers and not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers))
-        ):
+        if not self.fits() or self._current_state() != self._state:
+            return True
+        if not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers):
             return True
         try:
             return self._current != self._recorded

@@ -44,10 +44,11 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     # `True` is an int, and would otherwise stand for one device.
     if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
         raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
-    if isinstance(devices, str) and devices == "auto":
-        return _rank_share(read_environment(os.environ) or SINGLE_PROCESS)
-    if isinstance(devices, int):
-        return _first_devices(devices, read_environment(os.environ) or SINGLE_PROCESS)
+    if isinstance(devices, int) and devices < 1:
+        raise ValueError(f"`devices` must be at least 1, got {devices}.")
+    if isinstance(devices, int) or (isinstance(devices, str) and devices == "auto"):
+        count = devices if isinstance(devices, int) else None
+        return _of_rank(count, read_environment(os.environ) or SINGLE_PROCESS)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -67,24 +68,14 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
     return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
-def _rank_share(environment: RunEnvironment) -> list[torch.device]:
-    """Return this rank's share of the machine's GPUs or cores, and at least one core."""
-    kind, count = _accelerators()
-    if count:
-        return [torch.device(kind, index) for index in _gpus_of(environment, count)]
-    cores = len(_share_of(range(usable_cores()), environment))
-    return [torch.device("cpu")] * max(1, cores)
-
-
-def _first_devices(count: int, environment: RunEnvironment) -> list[torch.device]:
-    """Return the first GPUs of this rank, or that many CPU devices, which share the cores if there are fewer cores."""
-    if count < 1:
-        raise ValueError(f"`devices` must be at least 1, got {count}.")
+def _of_rank(count: int | None, environment: RunEnvironment) -> list[torch.device]:
+    """Return the first GPUs of this rank, or CPU devices if the machine has none; by default all, and at least one."""
     kind, available = _accelerators()
     if not available:
-        return [torch.device("cpu")] * count
+        cores = count or max(1, len(_share_of(range(usable_cores()), environment)))
+        return [torch.device("cpu")] * cores
     gpus = _gpus_of(environment, available)
-    if count > len(gpus):
+    if count is not None and count > len(gpus):
         share = "" if environment.local_size == 1 else f" for each of its {environment.local_size} ranks"
         raise ValueError(f"`devices` must be at most {len(gpus)}, the GPUs that this machine has{share}, got {count}.")
     return [torch.device(kind, index) for index in gpus[:count]]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,15 +25,12 @@ from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.settings import (
     REFUSING_CACHE,
     ComputeMode,
-    InheritedSettings,
     ThreadSettings,
+    inherited,
     serialize_forward_mode,
     warn_of_kept,
 )
 from lockstep.replicas.pool.worker import Timeout, Worker, keep_freed_memory, seconds_of
-
-Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
-"""The address, dtype, shape and strides of a tensor."""
 
 
 class ParameterCopier:
@@ -60,12 +57,7 @@ class ParameterCopier:
         ]
         self.has_copies = bool(self._pairs)
         """Whether there is a replica with memory of its own."""
-        self._layouts = self._current_layouts()
         self._versions = self._current_versions()
-
-    def fits(self) -> bool:
-        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
-        return self._current_layouts() == self._layouts
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -88,9 +80,6 @@ class ParameterCopier:
                 ]
             )
             self._versions = versions
-
-    def _current_layouts(self) -> list[Layout]:
-        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for _, each in self._pairs]
 
     def _current_versions(self) -> list[int]:
         return [original._version for _, original in self._pairs]
@@ -228,7 +217,7 @@ class ReplicaSet:
             raise self._unusable_error()
         if self._changes is not None and self._changes.computed:
             self._changes.compute_weights()
-        if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
+        if self._changes is None or self._changes.changed():
             if "cpu" in self.device_types:
                 keep_freed_memory()
             # Tensors that are created in inference mode could not be trained later.
@@ -272,7 +261,7 @@ class ReplicaSet:
         sees what was written to the model in the meantime, or raises if autograd has counted the write. If a parameter
         was given other memory (``parameter.data = ...``), an existing graph keeps the old memory.
         """
-        if self._copier.has_copies and self._copier.fits():
+        if self._copier.has_copies and self._changes is not None and self._changes.fits():
             self.sync_parameters()
 
     def run(
@@ -379,7 +368,7 @@ class ReplicaSet:
     ) -> None:
         """Run the work of some devices in a worker thread, under the settings of the thread that requested it."""
         for place in places:
-            with InheritedSettings(settings):
+            with inherited(settings):
                 self._work(work, place, progress)
 
     def _work(self, work: Callable[[int], None], place: int, progress: DeviceProgress) -> None:

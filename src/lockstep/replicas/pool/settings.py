@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch._functorch import eager_transforms
@@ -66,19 +66,9 @@ SMALLEST_DENORMAL = 5e-324
 """The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastState:
-    """The state of autocast for one type of device.
-
-    Attributes:
-        device_type: The type of device, such as ``"cpu"``.
-        enabled: Whether autocast is enabled.
-        dtype: The dtype that operations are cast to.
-    """
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
+AutocastState: TypeAlias = "tuple[str, bool, torch.dtype]"
+"""The type of a device, such as ``"cpu"``, whether autocast is enabled for it, and the dtype that operations are cast
+to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,56 +190,41 @@ class ComputeMode:
             torch.set_num_threads(self._threads)
 
 
-class InheritedSettings(ComputeMode):
-    """A context manager that computes under the settings of another thread and restores its own afterwards.
+@contextmanager
+def inherited(settings: ThreadSettings) -> Iterator[None]:
+    """Return a context manager that computes under the settings of another thread and restores its own afterwards.
 
     Args:
         settings: The settings of the thread that requested the work.
     """
-
-    __slots__ = ("_autocast", "_device", "_flush", "_streams")
-
-    def __enter__(self) -> ThreadSettings:
-        settings = self._settings
-        self._autocast = _switch_autocast(settings.autocast)
-        self._flush = SMALLEST_DENORMAL * 1.0 == 0.0
-        self._device: AbstractContextManager[object] | None = settings.default_device
-        self._streams = _switch_streams(settings.streams) if settings.streams else ()
-        super().__enter__()
-        if settings.flush_denormal != self._flush:
-            torch.set_flush_denormal(settings.flush_denormal)
-        if self._device is not None:
-            self._device.__enter__()
-        return settings
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
-        if self._settings.flush_denormal != self._flush:
-            torch.set_flush_denormal(self._flush)
-        if self._autocast:
-            _switch_autocast(self._autocast)
-        super().__exit__(kind, error, trace)
-        if self._streams:
-            _switch_streams(self._streams)
+    autocast, streams = _switch_autocast(settings.autocast), _switch_streams(settings.streams)
+    flush = SMALLEST_DENORMAL * 1.0 == 0.0
+    try:
+        with ComputeMode(settings), settings.default_device or nullcontext():
+            if settings.flush_denormal != flush:
+                torch.set_flush_denormal(settings.flush_denormal)
+            yield
+    finally:
+        if settings.flush_denormal != flush:
+            torch.set_flush_denormal(flush)
+        _switch_autocast(autocast)
+        _switch_streams(streams)
 
 
 def _autocast_state(device_type: str) -> AutocastState:
-    return AutocastState(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
 def _switch_autocast(states: Iterable[AutocastState]) -> list[AutocastState]:
     """Apply autocast states where they differ, and return the previous states of those."""
     before = []
-    for cast in states:
-        kind = cast.device_type
+    for state in states:
+        current = _autocast_state(state[0])
         # Unchanged states are skipped, because setting them takes longer than reading them.
-        if torch.is_autocast_enabled(kind) != cast.enabled or torch.get_autocast_dtype(kind) != cast.dtype:
-            before.append(_autocast_state(kind))
-            torch.set_autocast_enabled(kind, cast.enabled)
-            torch.set_autocast_dtype(kind, cast.dtype)
+        if current != state:
+            before.append(current)
+            torch.set_autocast_enabled(*state[:2])
+            torch.set_autocast_dtype(state[0], state[2])
     return before
 
 
