@@ -5,6 +5,7 @@ from lockstep.optim.hooked import (
     HookedOptimizer as HookedOptimizer,
     HookList as HookList,
     StatefulHook as StatefulHook,
+    rows_by as rows_by,
     scalar as scalar,
     without_pre_hooks as without_pre_hooks,
 )
