@@ -361,7 +361,7 @@ STRANGERS = [
     ),
     (
         lambda saved: {**saved, "state": {**saved["state"], 0: {"momentum_buffer": torch.ones(3, 5)}}},
-        r"parameter 0 must hold \['velocity'\], got none",
+        "The state of parameter 0 must hold 'velocity'; missing: 'velocity'",
     ),
     (
         lambda saved: {**saved, "state": {**saved["state"], 0: {"velocity": torch.ones(5, 3)}}},

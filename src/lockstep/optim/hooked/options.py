@@ -107,9 +107,11 @@ def check_saved(
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
         raise StateError(f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}.")
+    group_keys = {"params"} | option_names(options)
     for index, group in enumerate(groups):
-        own = {key for key in group if key != "name" and key not in TORCH_GROUP_KEYS}
-        check_keys(dict.fromkeys(own), sorted({"params"} | option_names(options)), of=f"group {index}")
+        left_out = {"name", *TORCH_GROUP_KEYS} - group_keys
+        own = {key: value for key, value in group.items() if key not in left_out}
+        check_keys(own, sorted(group_keys), of=f"group {index}")
     known = {index for group in groups for index in group["params"]}
     unlisted = sorted(saved["state"].keys() - known)
     if unlisted:
@@ -120,10 +122,10 @@ def check_saved(
             # A parameter that has never been updated has no state.
             if (state := saved["state"].get(index)) is not None:
                 check_keys(state, sorted(keys), of=f"parameter {index}")
-                shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
-                if any(shape != weight.shape for shape in shapes.values()):
-                    rule = f"must hold tensors of shape {tuple(weight.shape)}"
-                    raise StateError(f"The state of parameter {index} {rule}, got {shapes}.")
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape != weight.shape:
+                        rule = f"must hold a {key!r} of shape {tuple(weight.shape)}"
+                        raise StateError(f"The state of parameter {index} {rule}, got {tuple(value.shape)}.")
 
 
 def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
