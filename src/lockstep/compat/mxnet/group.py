@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -94,14 +94,6 @@ GradReq: TypeAlias = Literal["write", "add", "null"]
 GradReqs: TypeAlias = "GradReq | Sequence[GradReq] | Mapping[str, GradReq]"
 
 
-class Options(TypedDict):
-    """The options of a `ReplicaGroup` that follow from ``grad_req``."""
-
-    grad_mode: Any
-    fixed: list[str]
-    input_grads: bool | dict[str, GradReq]
-
-
 def parse_grad_req(
     grad_req: GradReqs,
     *,
@@ -110,7 +102,7 @@ def parse_grad_req(
     labels: Sequence[str],
     fixed: Sequence[str],
     inputs_need_grad: bool,
-) -> Options:
+) -> dict[str, Any]:
     """Return the options for the gradients of parameters and data.
 
     A single mode applies to all parameters that are not fixed, and to the data if their gradients are requested. A
