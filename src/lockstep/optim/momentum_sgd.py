@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import HookedOptimizer, rows_by, scalar, unknown_options
+from lockstep.optim.hooked_optimizer import HookedOptimizer
 from lockstep.optim.momentum import (
     add_to_lr_velocity,
     add_weight_decay,
@@ -20,6 +20,7 @@ from lockstep.optim.momentum import (
     lr_momentum_step,
     momentum_step,
 )
+from lockstep.optim.options import rows_by, scalar, unknown_options
 
 TORCH_OPTIONS: Final = {"dampening": 0.0, "nesterov": False, "maximize": False}
 """The options of ``torch.optim.SGD`` beside those that every momentum optimizer has, with their defaults."""
