@@ -13,7 +13,7 @@ from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 MAX_HELD: Final = 1024
-"""The number of unread values at which they are read even if the trigger does not fire, so that memory stays bounded."""
+"""The number of unread values at which they are read before the trigger fires, so that memory stays bounded."""
 
 
 class FailOnNonFinite(Extension):
