@@ -82,7 +82,7 @@ MUTANTS = {
         ("updaters/test_overflow.py",),
     ),
     "metrics: a mean of means": Mutant(
-        "metrics/observed.py",
+        "metrics/average.py",
         "return Mean(self.total + other.total, self.weight + other.weight)",
         "return Mean(self.total * other.weight + other.total * self.weight, self.weight * other.weight)",
         ("metrics/test_metrics.py",),
@@ -154,10 +154,10 @@ MUTANTS = {
         ("updaters/test_batch_loss.py",),
     ),
     "extensions: the average moves the wrong way": Mutant(
-        "extensions/averages/exponential_moving_average.py",
+        "extensions/averages.py",
         "exact.lerp_(weight, 1 - self.decay)",
         "exact.lerp_(weight, self.decay)",
-        ("extensions/averages/test_exponential_moving_average.py",),
+        ("extensions/test_exponential_moving_average.py",),
     ),
 }
 

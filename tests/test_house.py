@@ -51,10 +51,10 @@ def test_nothing_is_imported_past_a_package() -> None:
 
 
 def test_a_deep_import_is_found() -> None:
-    deep = "from lockstep.replicas.pool.devices import parse_device\nimport lockstep.optim.hooked.options as options\n"
+    deep = "from lockstep.replicas.pool.devices import parse_device\nimport lockstep.data.parts.files as files\n"
     modules = list(imported_modules(deep))
     assert [past_the_face(("updaters", "step"), module) for module in modules] == [True, True]
-    assert [past_the_face(("replicas", "pool"), modules[0]), past_the_face(("optim",), modules[1])] == [False, True]
+    assert [past_the_face(("replicas", "pool"), modules[0]), past_the_face(("data",), modules[1])] == [False, True]
 
 
 def rows() -> list[tuple[str, list[str]]]:

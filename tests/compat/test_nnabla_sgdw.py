@@ -126,7 +126,7 @@ def test_saved_state_goes_on_to_the_same_bits_with_its_first_rate() -> None:
     for key in ("weight_decay", "initial_lr"):
         (group,) = saved["param_groups"]
         lacking = {**saved, "param_groups": [{name: each for name, each in group.items() if name != key}]}
-        with pytest.raises(StateError, match=rf"got none for \['{key}'\]"):
+        with pytest.raises(StateError, match=rf"missing: '{key}'"):
             other.load_state_dict(lacking)
 
 

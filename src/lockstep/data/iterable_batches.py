@@ -104,131 +104,6 @@ class SourceCursor:
     position: int = 0
     state: Any = None
 
-    def same_as(self, other: SourceCursor) -> bool:
-        """Return whether two cursors are at the same position, regardless of the state of the source."""
-        return (self.epoch, self.position) == (other.epoch, other.position)
-
-
-@final
-class BatchSource:
-    """Reads the batches of an iterable one by one, each with the cursor after it.
-
-    To recognize the last batch of an epoch, it reads one batch more: after every batch if the source has no
-    length, otherwise only after the last batch according to the length.
-
-    Args:
-        source: An iterable, or a function that returns one.
-
-    Raises:
-        TypeError: If it is neither, or cannot contain batches.
-        ValueError: If it is empty.
-    """
-
-    def __init__(self, source: Source) -> None:
-        check_source(source, "source")
-        self._source: Any = source
-        # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
-        self.resumable = source if isinstance(source, Resumable) else None
-        """The source, if it can save its position."""
-        self.one_shot = isinstance(source, PythonIterator)
-        """Whether it can be iterated over only once, and therefore has one epoch."""
-        self.num_batches = _length(source)
-        """The number of batches per epoch, or None if the source has no length."""
-        if self.num_batches == 0:
-            raise ValueError("`source` must hold at least one batch, got none.")
-        self._cursor = SourceCursor()
-        self._stream: PythonIterator[Any] | None = None
-        self._lookahead: list[Any] = []
-        self._broken = False
-        self.started = False
-        """Whether the source has been iterated over."""
-
-    def go_to(self, cursor: SourceCursor) -> None:
-        """Continue after this cursor; the current iteration is dropped."""
-        self._stream = None
-        self._lookahead.clear()
-        self._cursor = cursor
-
-    def pull(self) -> tuple[Any, SourceCursor]:
-        """Return the next batch, and the cursor after it.
-
-        Raises:
-            ValueError: If the source has fewer or more batches than its length.
-            OrderError: If the source has raised an error before and can be iterated over only once.
-            Exception: Any exception of the source; the next call starts again at this batch.
-        """
-        if self._broken:
-            remedy = "Create a new one, or pass a function that does."
-            raise OrderError(f"`source` raised an error, and an iterator cannot be restarted. {remedy}")
-        try:
-            batch, cursor = self._pull(self._cursor)
-        except BaseException:
-            # A generator that has raised is finished: its end must not pass for the end of the epoch.
-            self._broken = self.one_shot and self.started and self.resumable is None
-            self.go_to(self._cursor)
-            raise
-        self._cursor = cursor
-        return batch, cursor
-
-    def _pull(self, start: SourceCursor) -> tuple[Any, SourceCursor]:
-        """Read the batch after a cursor, and the next one if it may not exist."""
-        stream = self._start(start) if self._stream is None else self._stream
-        batch = self._lookahead.pop() if self._lookahead else next(stream, _END)
-        if batch is _END:
-            raise ValueError(f"`source` must hold {self._expected(start)}, got {start.position}.")
-        position = start.position + 1
-        # The state is read before the next batch is, after which it would be one batch too far.
-        cursor = SourceCursor(start.epoch, position, self._state())
-        if self.num_batches is not None and position < self.num_batches:
-            return batch, cursor
-        following = next(stream, _END)
-        if following is _END:
-            self._stream = None
-            return batch, SourceCursor(start.epoch + 1, 0, self._state())
-        if self.num_batches is not None:
-            raise ValueError(f"`source` must hold {self._expected(start)}, got more.")
-        self._lookahead.append(following)
-        return batch, cursor
-
-    def _start(self, start: SourceCursor) -> PythonIterator[Any]:
-        """Start an iteration at a cursor."""
-        source = self._source
-        self.started = True
-        if start.state is not None and self.resumable is not None:
-            self.resumable.load_state_dict(start.state)
-            self._stream = _iterator(source)
-        elif isinstance(source, Sequence):
-            self._stream = islice(source, start.position, None)
-        else:
-            self._stream = self._skip(_iterator(source), start)
-        return self._stream
-
-    def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
-        """Load and discard the batches before a cursor."""
-        if start.position:
-            warnings.warn(
-                f"`source` cannot start in the middle of an epoch: {start.position} batches of epoch "
-                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again, "
-                "which a DataLoader that shuffles does not. Use StatefulDataLoader of torchdata.stateful_dataloader "
-                "instead, which has the same arguments and saves its position.",
-                ReplayWarning,
-                stacklevel=2,
-            )
-        for position in range(start.position):
-            if next(stream, _END) is _END:
-                raise ValueError(f"`source` must hold {self._expected(start)}, got {position}.")
-        return stream
-
-    def _state(self) -> Any:
-        """Return the state of the source, or None if it has none."""
-        return None if self.resumable is None else self.resumable.state_dict()
-
-    def _expected(self, start: SourceCursor) -> str:
-        """Describe, for an error message, how many batches the source must have."""
-        if self.num_batches is not None:
-            return f"as many batches in each epoch as its `len()` ({self.num_batches})"
-        return f"at least {start.position + 1} batches in epoch {start.epoch}"
-
 
 def check_source(source: object, name: str) -> None:
     """Check that an object can be a source of batches, and of the same ones on every rank.
@@ -319,16 +194,27 @@ class IterableBatches(Iterator):
             raise TypeError(f"`source` {rule}, got a {type(source).__name__}.")
         if batches_of not in get_args(BatchesOf):
             raise ValueError(f"`batches_of` must be 'tensors' or 'samples', got {batches_of!r}.")
-        self._source = BatchSource(source)
-        if repeat and self._source.one_shot:
+        check_source(source, "source")
+        self._one_shot = isinstance(source, PythonIterator)
+        if repeat and self._one_shot:
             rule = "must be None or False if `source` can be iterated over only once"
             raise ValueError(f"`repeat` {rule}, got True. Pass a function that returns the iterator.")
         self.source = source
         self.batches_of = batches_of
-        self.repeat = not self._source.one_shot if repeat is None else repeat
+        self.repeat = not self._one_shot if repeat is None else repeat
+        # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
+        self._resumable = source if isinstance(source, Resumable) else None
+        self._num_batches = _length(source)
+        if self._num_batches == 0:
+            raise ValueError("`source` must hold at least one batch, got none.")
         # The batches that were requested but not passed yet, each with the cursor after it.
         self._ahead: deque[tuple[Any, SourceCursor]] = deque()
         self._cursor = SourceCursor()
+        self._stream: PythonIterator[Any] | None = None
+        # The batch that shows that an epoch goes on.
+        self._lookahead: list[Any] = []
+        self._started = False
+        self._broken = False
         self._early_error: Exception | None = None
         self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
 
@@ -354,7 +240,7 @@ class IterableBatches(Iterator):
             error, self._early_error = self._early_error, None
             if error is not None:
                 raise error
-            self._ahead.append(self._source.pull())
+            self._read()
         batch, cursor = self._ahead[ahead]
         if self.batches_of == "samples":
             batch = _samples(batch)
@@ -409,7 +295,7 @@ class IterableBatches(Iterator):
     @property
     def epoch_detail(self) -> float:
         """The number of completed epochs, plus the fraction of the current one if its length is known."""
-        return self._cursor.epoch + self._cursor.position / (self._source.num_batches or float("inf"))
+        return self._cursor.epoch + self._cursor.position / (self._num_batches or float("inf"))
 
     def reset(self) -> None:
         """Return to the first batch of epoch 0, by iterating over the source anew.
@@ -463,28 +349,106 @@ class IterableBatches(Iterator):
             if type(state[name]) is not int or state[name] < 0:
                 raise StateError(f"`{name}` must be an integer of at least 0, got {state[name]!r}.")
         self._check_last_advance(state)
-        num_batches = self._source.num_batches
+        num_batches = self._num_batches
         if num_batches is not None and state["position"] >= num_batches:
             rule = f"must lie in 0..{num_batches - 1}, because `source` holds {num_batches} batches"
             raise StateError(f"`position` {rule}, got {state['position']}.")
-        if state["source"] is not None and self._source.resumable is None:
+        if state["source"] is not None and self._resumable is None:
             raise StateError("`source` must have `load_state_dict`, because its own state was saved.")
         return SourceCursor(state["epoch"], state["position"], state["source"])
 
     def _can_go_to(self, cursor: SourceCursor) -> bool:
         """Return whether the source can continue at a cursor."""
-        source = self._source
-        return not source.one_shot or not source.started or cursor.state is not None or cursor.same_as(self._cursor)
+        if not self._one_shot or not self._started or cursor.state is not None:
+            return True
+        return (cursor.epoch, cursor.position) == (self._cursor.epoch, self._cursor.position)
 
     def _go_to(self, cursor: SourceCursor) -> None:
         """Move to a cursor, which must be the current one for a source that cannot be restarted."""
         # The batches read in advance from such a source could not be read again.
-        stays = self._source.one_shot and self._source.started and cursor.state is None
+        stays = self._one_shot and self._started and cursor.state is None
         if not stays:
             self._early_error = None
             self._ahead.clear()
-            self._source.go_to(cursor)
+            self._stop()
         self._cursor = cursor
+
+    def _stop(self) -> None:
+        """Drop the current iteration over the source."""
+        self._stream = None
+        self._lookahead.clear()
+
+    def _read(self) -> None:
+        """Read the batch after those that have been read; after an error the next call starts again at this batch."""
+        if self._broken:
+            remedy = "Create a new one, or pass a function that does."
+            raise OrderError(f"`source` raised an error, and an iterator cannot be restarted. {remedy}")
+        try:
+            self._ahead.append(self._after(self._end))
+        except BaseException:
+            # A generator that has raised is finished: its end must not pass for the end of the epoch.
+            self._broken = self._one_shot and self._started and self._resumable is None
+            self._stop()
+            raise
+
+    def _after(self, start: SourceCursor) -> tuple[Any, SourceCursor]:
+        """Read the batch after a cursor, and the next one if it may not exist."""
+        stream = self._start(start) if self._stream is None else self._stream
+        batch = self._lookahead.pop() if self._lookahead else next(stream, _END)
+        if batch is _END:
+            raise ValueError(f"`source` must hold {self._expected(start)}, got {start.position}.")
+        position = start.position + 1
+        # The state is read before the next batch is, after which it would be one batch too far.
+        cursor = SourceCursor(start.epoch, position, self._source_state())
+        if self._num_batches is not None and position < self._num_batches:
+            return batch, cursor
+        following = next(stream, _END)
+        if following is _END:
+            self._stream = None
+            return batch, SourceCursor(start.epoch + 1, 0, self._source_state())
+        if self._num_batches is not None:
+            raise ValueError(f"`source` must hold {self._expected(start)}, got more.")
+        self._lookahead.append(following)
+        return batch, cursor
+
+    def _start(self, start: SourceCursor) -> PythonIterator[Any]:
+        """Start an iteration at a cursor."""
+        source: Any = self.source
+        self._started = True
+        if start.state is not None and self._resumable is not None:
+            self._resumable.load_state_dict(start.state)
+            self._stream = _iterator(source)
+        elif isinstance(source, Sequence):
+            self._stream = islice(source, start.position, None)
+        else:
+            self._stream = self._skip(_iterator(source), start)
+        return self._stream
+
+    def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
+        """Load and discard the batches before a cursor."""
+        if start.position:
+            warnings.warn(
+                f"`source` cannot start in the middle of an epoch: {start.position} batches of epoch "
+                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again, "
+                "which a DataLoader that shuffles does not. Use StatefulDataLoader of torchdata.stateful_dataloader "
+                "instead, which has the same arguments and saves its position.",
+                ReplayWarning,
+                stacklevel=2,
+            )
+        for position in range(start.position):
+            if next(stream, _END) is _END:
+                raise ValueError(f"`source` must hold {self._expected(start)}, got {position}.")
+        return stream
+
+    def _source_state(self) -> Any:
+        """Return the state of the source, or None if it has none."""
+        return None if self._resumable is None else self._resumable.state_dict()
+
+    def _expected(self, start: SourceCursor) -> str:
+        """Describe, for an error message, how many batches the source must have."""
+        if self._num_batches is not None:
+            return f"as many batches in each epoch as its `len()` ({self._num_batches})"
+        return f"at least {start.position + 1} batches in epoch {start.epoch}"
 
 
 def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterator:

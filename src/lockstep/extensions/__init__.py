@@ -29,8 +29,7 @@ from lockstep.extensions.observers import (
     VariableStatisticsPlot as VariableStatisticsPlot,
 )
 from lockstep.extensions.plots import PlotReport as PlotReport
-from lockstep.extensions.print_report import PrintReport as PrintReport
-from lockstep.extensions.progress_bar import ProgressBar as ProgressBar
+from lockstep.extensions.screen import PrintReport as PrintReport, ProgressBar as ProgressBar
 from lockstep.extensions.snapshot import Snapshot as Snapshot
 from lockstep.extensions.step_scheduler import StepScheduler as StepScheduler
 from lockstep.trainer import make_extension as make_extension

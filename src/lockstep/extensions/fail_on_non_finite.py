@@ -13,7 +13,7 @@ from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 MAX_HELD: Final = 1024
-"""The number of unread values of one name that are replaced by their sum, so that memory stays bounded."""
+"""The number of unread values at which they are read before the trigger fires, so that memory stays bounded."""
 
 
 class FailOnNonFinite(Extension):
@@ -32,7 +32,7 @@ class FailOnNonFinite(Extension):
 
     def __init__(self, trigger: TriggerSpec = (1, "epoch")) -> None:
         self.trigger = trigger
-        self._unread: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._unread: list[tuple[str, int, torch.Tensor]] = []
         self._failed = False
 
     def initialize(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
@@ -49,20 +49,15 @@ class FailOnNonFinite(Extension):
         # Extensions observe other losses, such as those of a validation.
         names = [name for name in trainer.observation if name.startswith("main/")]
         # Gradients first: their error names a parameter.
-        for kind in ("/skipped", "/loss"):
-            for name in names:
-                if name.endswith(kind):
-                    self._add(trainer, name, update, as_mean(trainer.observation[name]).total)
-
-    def _add(self, trainer: Trainer, name: str, update: int, total: float | torch.Tensor) -> None:
-        if not isinstance(total, torch.Tensor):
-            _check(trainer, name, update, total)
-            return
-        unread = self._unread.setdefault(name, [])
-        unread.append((update, total))
-        if len(unread) == MAX_HELD:
-            # A sum with an infinity or a NaN among its terms is never finite.
-            unread[:] = [(update, torch.stack([total for _, total in unread]).sum())]
+        for name in sorted(names, key=lambda each: each.endswith("/loss")):
+            if name.endswith(("/skipped", "/loss")):
+                total = as_mean(trainer.observation[name]).total
+                if isinstance(total, torch.Tensor):
+                    self._unread.append((name, update, total))
+                else:
+                    _check(trainer, name, update, total)
+        if len(self._unread) >= MAX_HELD:
+            self(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         """Read and check the values that are on devices.
@@ -70,10 +65,9 @@ class FailOnNonFinite(Extension):
         Raises:
             NonFiniteError: If a loss or a gradient is not finite.
         """
-        unread, self._unread = self._unread, {}
-        for name, values in unread.items():
-            for (update, _), total in zip(values, read([total for _, total in values]), strict=True):
-                _check(trainer, name, update, total)
+        unread, self._unread = self._unread, []
+        for (name, update, _), total in zip(unread, read([total for *_, total in unread]), strict=True):
+            _check(trainer, name, update, total)
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - any error
         """Record that the run ends with an error, after which it may continue."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import HookedOptimizer, scalar, unknown_options
+from lockstep.optim.hooked_optimizer import HookedOptimizer
 from lockstep.optim.momentum import (
     add_to_lr_velocity,
     add_weight_decay,
@@ -20,6 +20,7 @@ from lockstep.optim.momentum import (
     lr_momentum_step,
     momentum_step,
 )
+from lockstep.optim.options import rows_by, scalar, unknown_options
 
 TORCH_OPTIONS: Final = {"dampening": 0.0, "nesterov": False, "maximize": False}
 """The options of ``torch.optim.SGD`` beside those that every momentum optimizer has, with their defaults."""
@@ -82,14 +83,8 @@ class MomentumOptimizer(HookedOptimizer):
         if not dampening:
             self._advance_rows(group, weights, velocities, grads, dampening=0.0)
             return
-        rows = list(zip(weights, velocities, grads, strict=True))
-        for some, factor in (
-            ([row for row in rows if id(row[0]) in self._fresh], 0.0),
-            ([row for row in rows if id(row[0]) not in self._fresh], dampening),
-        ):
-            if some:
-                columns = [list(column) for column in zip(*some, strict=True)]
-                self._advance_rows(group, *columns, dampening=factor)
+        for is_fresh, some in rows_by(lambda each: id(each) in self._fresh, weights, velocities, grads).items():
+            self._advance_rows(group, *some, dampening=0.0 if is_fresh else dampening)
 
     @abstractmethod
     def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
@@ -247,13 +242,9 @@ class MomentumSGD(MomentumOptimizer):
 
     def _corrected_step(self, *lists: list[Tensor], lr: float, momentum: float, **options: float) -> None:
         """Apply a step, grouped by the rate inside the velocities, which differs where steps were skipped."""
-        rows_by_lr: dict[float, list[tuple[Tensor, ...]]] = {}
-        for row in zip(*lists, strict=True):
-            # Not 0, from which a velocity could not be rescaled to another rate.
-            old_lr = self.state[row[0]].setdefault("velocity_lr", lr or 1.0)
-            rows_by_lr.setdefault(old_lr, []).append(row)
-        for old_lr, rows in rows_by_lr.items():
-            some_weights, some_velocities, some_grads = map(list, zip(*rows, strict=True))
+        # Not 0, from which a velocity could not be rescaled to another rate.
+        by_lr = rows_by(lambda weight: self.state[weight].setdefault("velocity_lr", lr or 1.0), *lists)
+        for old_lr, (some_weights, some_velocities, some_grads) in by_lr.items():
             if lr == 0:
                 add_to_lr_velocity(
                     some_velocities, some_grads, lr=old_lr, momentum=momentum, dampening=options["dampening"]

@@ -12,12 +12,13 @@ from lockstep.precision.finite import (
     unscale_ as unscale_,
     unscale_and_check_ as unscale_and_check_,
 )
-from lockstep.precision.masters import (
+from lockstep.precision.policy import (
     HALF_PRECISION as HALF_PRECISION,
     MasterWeights as MasterWeights,
+    Precision as Precision,
     asks_for_closure as asks_for_closure,
+    parse_precision as parse_precision,
 )
-from lockstep.precision.policy import Precision as Precision, parse_precision as parse_precision
 from lockstep.precision.scaler import (
     ChangesOnlyGradients as ChangesOnlyGradients,
     LossScaler as LossScaler,

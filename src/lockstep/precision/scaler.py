@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
 from lockstep.precision.finite import gradients_of, nonfinite_flag, to_device, unscale_
-from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
+from lockstep.precision.policy import HALF_PRECISION, MasterWeights, parameters_of
 from lockstep.precision.scales import CurrentScale, DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.state import check_keys
 

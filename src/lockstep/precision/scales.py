@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.precision.finite import to_device
-from lockstep.precision.masters import HALF_PRECISION
+from lockstep.precision.policy import HALF_PRECISION
 from lockstep.state import check_keys
 
 FLOAT16_MAX = 65504.0

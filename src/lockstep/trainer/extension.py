@@ -219,15 +219,9 @@ def as_extension(extension: Extension | Action) -> Extension:
         raise TypeError(f"{rule}, got one that cannot be called with the trainer: {error}.") from None
     except ValueError:  # no signature
         pass
-    read = partial(getattr, extension)
+    names = ("trigger", "priority", "call_before_training", "initialize", "finalize", "on_error")
     return FunctionExtension(
-        extension,
-        trigger=read("trigger", FunctionExtension.trigger),
-        priority=read("priority", FunctionExtension.priority),
-        call_before_training=read("call_before_training", False),
-        initialize=read("initialize", None),
-        finalize=read("finalize", None),
-        on_error=read("on_error", None),
+        extension, **{each: getattr(extension, each) for each in names if hasattr(extension, each)}
     )
 
 

@@ -21,10 +21,15 @@ from lockstep.replicas import BatchDim, OneIntraOpThread
 from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
-from lockstep.trainer.ending import call_and_catch, report_failure, say
 from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
-from lockstep.trainer.synchronized_progress import SynchronizedProgress
-from lockstep.trainer.trial import trial_folder, trial_updates
+from lockstep.trainer.surroundings import (
+    SynchronizedProgress,
+    call_and_catch,
+    report_failure,
+    say,
+    trial_folder,
+    trial_updates,
+)
 from lockstep.triggers import (
     Never,
     Progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from lockstep.metrics import Observed
@@ -122,6 +122,27 @@ class Combined(Trigger):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.triggers))})"
 
+    def __call__(self, progress: Progress) -> bool:
+        """Call all triggers, and return whether those have fired that must."""
+        # First all of them: `all` would leave out those after the first that does not fire.
+        fired = [trigger(progress) for trigger in self.triggers]
+        return self._fires(fired)
+
+    @property
+    def finished(self) -> bool:
+        """Whether this trigger can never fire again."""
+        # What needs all triggers ends with the first of them, and what needs one ends with the last.
+        return not self._fires(not trigger.finished for trigger in self.triggers)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether those triggers stay fired that must."""
+        return self._fires(trigger.stays_fired(progress) for trigger in self.triggers)
+
+    @staticmethod
+    @abstractmethod
+    def _fires(fired: Iterable[bool]) -> bool:
+        """Return whether this trigger fires, given which of its triggers do."""
+
     def initialize(self, progress: Progress) -> None:
         """Initialize all triggers."""
         for trigger in self.triggers:
@@ -144,44 +165,18 @@ class AllOf(Combined):
     AllOf(Never(), Never())
     """
 
-    def __call__(self, progress: Progress) -> bool:
-        """Call all triggers, and return whether all have fired."""
-        # First all of them: `all` would leave out those after the first that does not fire.
-        fired = [trigger(progress) for trigger in self.triggers]
-        return all(fired)
-
-    @property
-    def finished(self) -> bool:
-        """Whether one of the triggers can never fire again."""
-        return any(trigger.finished for trigger in self.triggers)
-
-    def stays_fired(self, progress: Progress) -> bool:
-        """Return whether all triggers stay fired."""
-        return all(trigger.stays_fired(progress) for trigger in self.triggers)
+    _fires = staticmethod(all)
 
 
 class AnyOf(Combined):
     """Fires when at least one of several triggers fires."""
 
+    _fires = staticmethod(any)
+
     @property
     def limit(self) -> tuple[float, Unit] | None:
         """The first known limit of a trigger."""
         return next((trigger.limit for trigger in self.triggers if trigger.limit), None)
-
-    def __call__(self, progress: Progress) -> bool:
-        """Call all triggers, and return whether one has fired."""
-        # First all of them, for the same reason.
-        fired = [trigger(progress) for trigger in self.triggers]
-        return any(fired)
-
-    @property
-    def finished(self) -> bool:
-        """Whether none of the triggers can ever fire again."""
-        return all(trigger.finished for trigger in self.triggers)
-
-    def stays_fired(self, progress: Progress) -> bool:
-        """Return whether one of the triggers stays fired."""
-        return any(trigger.stays_fired(progress) for trigger in self.triggers)
 
 
 def check_unit(unit: str) -> None:

@@ -201,6 +201,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path: Path, workers: int, caplo
     batches.finalize()
     assert found == [1, 2, 1, 4, 6, 6, 7]
     assert parts.num_skipped == 2
+    assert parts.num_skipped_by_all(ls.LocalCommunicator()) == 2
     if workers == 0:
         assert "Record 1 in block 1 of" in caplog.text
 
@@ -228,7 +229,8 @@ def test_a_slow_part_is_named_while_it_is_read() -> None:
     logger = logging.getLogger("lockstep")
     logger.addHandler(handler := Telling())
     try:
-        assert Parts([Hanging("far away", [2])], slow_after=0.01)[1] == ("far away", 0, 1)
+        with pytest.warns(UserWarning, match=r"Reading block 0 of far away took .* s\. Copy it to a faster disk"):
+            assert Parts([Hanging("far away", [2])], slow_after=0.01)[1] == ("far away", 0, 1)
     finally:
         logger.removeHandler(handler)
     assert messages == ["Still reading block 0 of far away after 0.01 s."]

@@ -1,4 +1,4 @@
-"""MXNet's group of executors: one model on several devices, with MXNet's rule for splitting a batch."""
+"""MXNet's group of executors: one model on several devices, its inputs, and the rule that splits a batch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,123 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.compat.mxnet import descriptions
-from lockstep.compat.mxnet.descriptions import DataBatch, DataDesc, Description
 from lockstep.replicas import Monitor, ReplicaGroup, Updatable
+
+
+@dataclass(frozen=True)
+class DataDesc:
+    """The name, the shape, the dtype and the layout of an input.
+
+    Two descriptions are equal if their names and shapes are.
+
+    Args:
+        name: The name of the input.
+        shape: The shape of the input, with the samples of the whole batch.
+        dtype: The dtype of the values; informational.
+        layout: A letter for each dimension, with N for the samples. Only the position of the N is used.
+
+    >>> DataDesc("x", (5, 7, 3), layout="TNC").batch_axis
+    1
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype = field(default=torch.float32, compare=False)
+    layout: str | None = field(default="NCHW", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    @property
+    def batch_axis(self) -> int | None:
+        """The dimension of the samples, or None if every device gets the whole array."""
+        return self.axis_of(self.layout)
+
+    @staticmethod
+    def axis_of(layout: str | None) -> int | None:
+        """Return the dimension of the samples in a layout, or None if there is none."""
+        axis = DataDesc.get_batch_axis(layout)
+        return None if axis < 0 else axis
+
+    @staticmethod
+    def get_batch_axis(layout: str | None) -> int:
+        """Return the position of the N in a layout: 0 without a layout, -1 if there is no N.
+
+        >>> [DataDesc.get_batch_axis(layout) for layout in ("NCHW", "TNC", None, "TC")]
+        [0, 1, 0, -1]
+        """
+        return 0 if layout is None else layout.find("N")
+
+
+Description: TypeAlias = "DataDesc | tuple[str, Sequence[int]]"
+
+
+def parse_descriptions(descriptions: Sequence[Description] | None) -> list[DataDesc]:
+    """Convert descriptions to `DataDesc`; a pair of a name and a shape has MXNet's default layout."""
+    return [each if isinstance(each, DataDesc) else DataDesc(*each) for each in descriptions or ()]
+
+
+def names_and_shapes(descriptions: Sequence[DataDesc]) -> list[tuple[str, Sequence[int]]]:
+    """Return the names and shapes in the form that `lockstep.ReplicaGroup` accepts."""
+    return [(each.name, each.shape) for each in descriptions]
+
+
+def described_batch_size(descriptions: Sequence[DataDesc]) -> int | None:
+    """Return the number of samples according to the first input that has a dimension for them, or None."""
+    for each in descriptions:
+        if each.batch_axis is not None:
+            return each.shape[each.batch_axis]
+    return None
+
+
+@dataclass(eq=False)
+class DataBatch:
+    """The arrays of one batch, in the order of the descriptions.
+
+    Args:
+        data: The inputs of the batch.
+        label: The labels, if there are any.
+        pad: The number of samples at the end that are padding.
+        index: The indices of the samples, for your own use.
+        bucket_key: Any value, for your own use.
+        provide_data: The descriptions of the data, for your own use.
+        provide_label: The descriptions of the labels, for your own use.
+    """
+
+    data: Sequence[torch.Tensor]
+    label: Sequence[torch.Tensor] | None = None
+    pad: int | None = None
+    index: Sequence[int] | None = None
+    bucket_key: Any = None
+    provide_data: Sequence[Description] | None = None
+    provide_label: Sequence[Description] | None = None
+
+
+def merge_batches(batches: Sequence[DataBatch], descriptions: Sequence[DataDesc]) -> DataBatch:
+    """Merge batches that were split before, one per device.
+
+    Args:
+        batches: The batches, at least one; either all of them have labels or none.
+        descriptions: The descriptions of the data and then of the labels. An array without a dimension for
+            samples is taken from the first device.
+    """
+    rows = [[*batch.data, *(batch.label or ())] for batch in batches]
+    # Not strict, because without labels there are fewer arrays than descriptions.
+    arrays = [
+        parts[0] if each.batch_axis is None else torch.cat(parts, each.batch_axis)
+        for each, *parts in zip(descriptions, *rows, strict=False)
+    ]
+    num_data = len(batches[0].data)
+    label = arrays[num_data:] if batches[0].label is not None else None
+    return DataBatch(arrays[:num_data], label, batches[-1].pad)
 
 
 def split_input_slice(
@@ -94,14 +201,6 @@ GradReq: TypeAlias = Literal["write", "add", "null"]
 GradReqs: TypeAlias = "GradReq | Sequence[GradReq] | Mapping[str, GradReq]"
 
 
-class Options(TypedDict):
-    """The options of a `ReplicaGroup` that follow from ``grad_req``."""
-
-    grad_mode: Any
-    fixed: list[str]
-    input_grads: bool | dict[str, GradReq]
-
-
 def parse_grad_req(
     grad_req: GradReqs,
     *,
@@ -110,7 +209,7 @@ def parse_grad_req(
     labels: Sequence[str],
     fixed: Sequence[str],
     inputs_need_grad: bool,
-) -> Options:
+) -> dict[str, Any]:
     """Return the options for the gradients of parameters and data.
 
     A single mode applies to all parameters that are not fixed, and to the data if their gradients are requested. A
@@ -226,7 +325,7 @@ class DataParallelExecutorGroup:
         _check_unsupported(state_names=state_names, group2ctxs=group2ctxs)
         self.workload = check_workloads(len(contexts), workload)
         self.logger = logger
-        self._data, self._labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
+        self._data, self._labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
         names = [name for name, _ in symbol.named_parameters()]
         trained = names if param_names is None else list(param_names)
         self.core: ReplicaGroup = ReplicaGroup(
@@ -273,8 +372,8 @@ class DataParallelExecutorGroup:
         if reshape:
             self.reshape(data_shapes, label_shapes)
         else:
-            data, labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
-            self.core.bind(descriptions.names_and_shapes(data), descriptions.names_and_shapes(labels))
+            data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
+            self.core.bind(names_and_shapes(data), names_and_shapes(labels))
 
     def reshape(self, data_shapes: Sequence[Description], label_shapes: Sequence[Description] | None) -> None:
         """Change the shapes of inputs; parameters and gradients are kept.
@@ -287,10 +386,10 @@ class DataParallelExecutorGroup:
             ValueError: If shapes do not fit, or MXNet's rule leaves a device without samples; nothing has changed
                 then.
         """
-        data, labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
+        data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
         # Computed before the first change, because it raises if a device is left without samples.
         workloads = self._slice_lengths(data + labels)
-        self.core.reshape(descriptions.names_and_shapes(data), descriptions.names_and_shapes(labels))
+        self.core.reshape(names_and_shapes(data), names_and_shapes(labels))
         self.core.workloads = workloads
 
     def forward(self, data_batch: DataBatch | Sequence[DataBatch], is_train: bool | None = None) -> None:
@@ -305,7 +404,7 @@ class DataParallelExecutorGroup:
             ReplicaError: If the model raised an error on a device.
         """
         inputs = self._data + self._labels
-        batch = data_batch if isinstance(data_batch, DataBatch) else descriptions.merge_batches(data_batch, inputs)
+        batch = data_batch if isinstance(data_batch, DataBatch) else merge_batches(data_batch, inputs)
         # A batch may have labels that were not described: the model does not take them.
         labels = list(batch.label or ()) if self._labels else []
         self._outputs = self.core.forward((*batch.data, *labels), is_train)
@@ -413,7 +512,7 @@ class DataParallelExecutorGroup:
 
     def _slice_lengths(self, inputs: Sequence[DataDesc]) -> list[float]:
         """Return the lengths of MXNet's slices, which as workloads make the core split in the same way."""
-        size = descriptions.batch_size(inputs)
+        size = described_batch_size(inputs)
         if size is None:
             return self.workload
         slices = split_input_slice(size, self.workload)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim import HookedOptimizer, MomentumSGD, norms, scalar
+from lockstep.optim import HookedOptimizer, MomentumSGD, norms, rows_by, scalar
 
 
 @torch.no_grad()
@@ -232,21 +232,14 @@ class LAMB(HookedOptimizer):
     def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         names = ("lr", "betas", "eps", "weight_decay", "norm_bounds", "threshold")
         numbers = {name: group[name] for name in names}
-        for count, some in self._group_by_step_count(lists):
+        for weight in lists[0]:
+            self.state[weight]["count"] += 1
+        for count, some in rows_by(lambda weight: self.state[weight]["count"], *lists).items():
             lamb_step(*some, count=count if group["bias_correction"] else None, **numbers)
 
     def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
         super()._init_state(state, weight)
         state["count"] = 0
-
-    def _group_by_step_count(self, lists: Sequence[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
-        """Count a step of each parameter and group them by the count, which differs where steps were skipped."""
-        rows_by_count: dict[int, list[tuple[Tensor, ...]]] = {}
-        for row in zip(*lists, strict=True):
-            state = self.state[row[0]]
-            state["count"] += 1
-            rows_by_count.setdefault(state["count"], []).append(row)
-        return [(count, [list(column) for column in zip(*rows, strict=True)]) for count, rows in rows_by_count.items()]
 
 
 def _check_dense(weights: Iterable[Tensor]) -> None:

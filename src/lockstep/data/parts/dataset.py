@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
+import warnings
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -17,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import get_worker_info
 
+from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import Part
 from lockstep.errors import PartError
@@ -194,7 +197,8 @@ class Parts:
         on_bad_record: What happens if a record cannot be read or transformed: ``"raise"`` ends the run with a
             `PartError` that names the part; ``"skip"`` takes the next good record of its block instead, which is then
             used twice in the epoch, counts it in `num_skipped` and logs it.
-        slow_after: The seconds after which the log names a block that is still being read.
+        slow_after: The seconds after which the log names a block that is still being read, and a warning one that took
+            longer.
 
     Raises:
         TypeError: If a part is not a `data.Part`, or a number no integer.
@@ -237,6 +241,14 @@ class Parts:
     def num_skipped(self) -> int:
         """The number of bad records that this process and its workers have skipped since the dataset was created."""
         return 0 if self._skipped is None else int(self._skipped.sum())
+
+    def num_skipped_by_all(self, communicator: Communicator) -> int:
+        """Return the sum of `num_skipped` over all ranks, each of which must make this call.
+
+        Args:
+            communicator: The communicator of the ranks, such as ``updater.communicator``.
+        """
+        return sum(communicator.gather_objects(self.num_skipped))
 
     @cached_property
     def _lengths(self) -> array[int]:
@@ -376,15 +388,19 @@ class PartReader:
 
 @contextmanager
 def _named_if_slow(name: str, seconds: float) -> Iterator[None]:
-    """Return a context manager that warns from a thread if its body takes longer."""
-
-    def warn() -> None:
-        LOG.warning("Still reading %s after %g s.", name, seconds)
-
-    timer = threading.Timer(seconds, warn)
+    """Return a context manager that logs the name from a thread if its body takes longer, and warns at its end."""
+    timer = threading.Timer(seconds, LOG.warning, ("Still reading %s after %g s.", name, seconds))
     timer.daemon = True
+    start = time.perf_counter()
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+    if time.perf_counter() - start > seconds:
+        warnings.warn(
+            f"Reading {name} took {time.perf_counter() - start:.3g} s. Copy it to a faster disk, or read ahead with "
+            "num_workers=2 or more. `slow_after` sets the time after which this is said.",
+            UserWarning,
+            stacklevel=2,
+        )

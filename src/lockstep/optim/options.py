@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.errors import StateError
+from lockstep.state import check_keys
 
 TORCH_GROUP_KEYS: Final = frozenset(
     {"param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
@@ -100,7 +100,7 @@ def check_saved(
     Raises:
         StateError: If something is missing, unknown or has another shape.
     """
-    _check_keys("The state", saved, wanted)
+    check_keys(saved, sorted(wanted), of="an optimizer")
     groups = saved["param_groups"]
     # Parameters have no names in a state: torch assigns their states by position.
     sizes = [len(group["params"]) for group in own_groups]
@@ -109,13 +109,9 @@ def check_saved(
         raise StateError(f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}.")
     group_keys = {"params"} | option_names(options)
     for index, group in enumerate(groups):
-        _check_missing(f"Group {index} of the state", group, group_keys)
-        unknown = unknown_options(group, options)
-        if unknown:
-            raise StateError(
-                f"Group {index} of the state must hold nothing but {sorted(group_keys)} and what torch's "
-                f"schedulers keep there, got {unknown} too."
-            )
+        left_out = {"name", *TORCH_GROUP_KEYS} - group_keys
+        own = {key: value for key, value in group.items() if key not in left_out}
+        check_keys(own, sorted(group_keys), of=f"group {index}")
     known = {index for group in groups for index in group["params"]}
     unlisted = sorted(saved["state"].keys() - known)
     if unlisted:
@@ -125,30 +121,11 @@ def check_saved(
         for index, weight in zip(saved_group["params"], group["params"], strict=True):
             # A parameter that has never been updated has no state.
             if (state := saved["state"].get(index)) is not None:
-                _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
-
-
-def _check_missing(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Check that a mapping has all keys."""
-    missing = sorted(wanted - saved.keys())
-    if missing:
-        raise StateError(f"{subject} must hold {sorted(wanted)}, got none for {missing}.")
-
-
-def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Check that a mapping has all keys and no other."""
-    _check_missing(subject, saved, wanted)
-    unknown = sorted(saved.keys() - wanted)
-    if unknown:
-        raise StateError(f"{subject} must hold nothing but {sorted(wanted)}, got {unknown} too.")
-
-
-def _check_parameter_state(subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size) -> None:
-    """Check that the state of one parameter has the right keys and shapes."""
-    _check_keys(subject, state, keys)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape != shape:
-            raise StateError(f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}.")
+                check_keys(state, sorted(keys), of=f"parameter {index}")
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape != weight.shape:
+                        rule = f"must hold a {key!r} of shape {tuple(weight.shape)}"
+                        raise StateError(f"The state of parameter {index} {rule}, got {tuple(value.shape)}.")
 
 
 def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,3 +159,20 @@ def without_pre_hooks(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks  # noqa: SLF001
+
+
+def rows_by(key: Callable[[Tensor], Any], *lists: list[Tensor]) -> dict[Any, list[list[Tensor]]]:
+    """Group the rows of parallel lists by a key of their first tensors.
+
+    Args:
+        key: A function of the first tensor of a row.
+        *lists: The lists.
+
+    >>> row = [torch.zeros(1)], [torch.ones(1)]
+    >>> rows_by(len, *row)
+    {1: [[tensor([0.])], [tensor([1.])]]}
+    """
+    rows: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for row in zip(*lists, strict=True):
+        rows.setdefault(key(row[0]), []).append(row)
+    return {each: [list(column) for column in zip(*some, strict=True)] for each, some in rows.items()}

@@ -90,14 +90,14 @@ class HookList:
     """
 
     def __init__(self) -> None:
-        self._entries: list[Registration] = []
+        self._entries: dict[tuple[str, int | None], Registration] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def functions(self) -> list[Callable[..., object]]:
         """List the hooks in the order in which they were added."""
-        return [entry.hook for entry in self._entries]
+        return [entry.hook for entry in self._entries.values()]
 
     def add(self, entry: Registration) -> None:
         """Append a hook.
@@ -105,10 +105,10 @@ class HookList:
         Raises:
             KeyError: If its owner already has a hook of this name, at either timing.
         """
-        if self._position(entry.name, entry.group) is not None:
+        if (entry.name, entry.group) in self._entries:
             rule = f"must be new among the hooks of {entry.owner}"
             raise KeyError(f"`name` {rule}, got {entry.name!r}. Pass another `name` for the second hook.")
-        self._entries.append(entry)
+        self._entries[entry.name, entry.group] = entry
 
     def remove(self, name: str, group: int | None) -> None:
         """Remove a hook.
@@ -116,24 +116,23 @@ class HookList:
         Raises:
             KeyError: If its owner has no hook of this name.
         """
-        position = self._position(name, group)
-        if position is None:
-            names = [entry.name for entry in self._entries if entry.group == group]
+        if (name, group) not in self._entries:
+            names = [each for each, owner in self._entries if owner == group]
             raise KeyError(f"`name` must be one of {names}, got {name!r}.")
-        del self._entries[position]
+        del self._entries[name, group]
 
     def with_timing(self, timing: str) -> list[Registration]:
         """List the hooks of one timing in the order in which they are called.
 
         The hooks of the whole optimizer come before those of groups at "pre", and after them at "post".
         """
-        entries = [entry for entry in self._entries if entry.timing == timing]
+        entries = [entry for entry in self._entries.values() if entry.timing == timing]
         # The sort is stable: hooks of one owner stay in the order in which they were added.
         return sorted(entries, key=lambda entry: (entry.group is None) == (timing == "post"))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the label and the state of every hook."""
-        return [{"hook": entry.label, "state": _hook_state(entry.hook)} for entry in self._entries]
+        return [{"hook": entry.label, "state": _hook_state(entry.hook)} for entry in self._entries.values()]
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Check that a saved state was written with the same hooks.
@@ -141,7 +140,7 @@ class HookList:
         Raises:
             StateError: If the names, timings, owners or the order differ.
         """
-        here = [entry.label for entry in self._entries]
+        here = [entry.label for entry in self._entries.values()]
         there = [entry["hook"] for entry in saved]
         if here != there:
             raise StateError(
@@ -161,14 +160,9 @@ class HookList:
 
     def _load_hook_states(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load the saved states, hook by hook."""
-        for entry, state in zip(self._entries, saved, strict=True):
+        for entry, state in zip(self._entries.values(), saved, strict=True):
             if isinstance(entry.hook, StatefulHook):
                 entry.hook.load_state_dict(dict(state["state"]))
-
-    def _position(self, name: str, group: int | None) -> int | None:
-        """Find the index of a hook by its name and group."""
-        keys = [(entry.name, entry.group) for entry in self._entries]
-        return keys.index((name, group)) if (name, group) in keys else None
 
 
 def _hook_state(hook: object) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_saved_option_that_the_optimizer_does_not_have_is_refused(cls: type[Ho
     saved = optimizer.state_dict()
     before = copy.deepcopy(saved)
     saved["param_groups"][0]["amsgrad"] = True
-    with pytest.raises(StateError, match=r"Group 0 of the state must hold nothing but .*, got \['amsgrad'\]"):
+    with pytest.raises(StateError, match=r"The state of group 0 must hold .*; unknown: 'amsgrad'"):
         optimizer.load_state_dict(saved)
     assert str(optimizer.state_dict()) == str(before)
 

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lockstep.errors import OrderError, StateError
-from lockstep.optim.hooked.hook_list import TIMINGS, HookList, describe
-from lockstep.optim.hooked.options import check_names, check_options, check_saved, run_load_pre_hooks, without_pre_hooks
+from lockstep.optim.hook_list import TIMINGS, HookList, describe
+from lockstep.optim.options import check_names, check_options, check_saved, run_load_pre_hooks, without_pre_hooks
 from lockstep.precision import LossScale, LossScaler, MasterWeights, RampLossScale
 
 Self = TypeVar("Self", bound="HookedOptimizer")
