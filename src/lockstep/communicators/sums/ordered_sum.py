@@ -47,6 +47,7 @@ class OrderedSum(PendingSum):
         wire: WireFormat,
         background: bool = False,
     ) -> None:
+        self._channel = channel
         self._like = like
         self._plan = plan
         self._results: Tensors = [None] * len(like)
@@ -58,7 +59,7 @@ class OrderedSum(PendingSum):
         # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
-            self._results[index], self._flat_results[index] = result, result.reshape(-1)
+            self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         # Rounded once more only where that saves time.
         wire_back = EXACT if plan.is_small else wire
         context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor)
@@ -82,7 +83,7 @@ class OrderedSum(PendingSum):
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
             check_term(index, tensor, awaited=index in missing)
             if tensor is not None:
-                terms[index] = tensor.detach().reshape(-1)
+                terms[index] = self._channel.reachable(tensor.detach().reshape(-1))
                 if self._results[index] is None:
                     self._results[index], self._flat_results[index] = tensor.detach(), terms[index]
                 missing.discard(index)
@@ -101,7 +102,7 @@ class OrderedSum(PendingSum):
         self._wait_for_all()
         with torch.no_grad():
             for index, result in enumerate(self._results):
-                # The flat view of a tensor with gaps is a copy, which holds the sum.
+                # That of a tensor with gaps, or on a device that the group does not reach, is a copy and holds the sum.
                 if result is not None and result.data_ptr() != self._flat_results[index].data_ptr():
                     result.copy_(self._flat_results[index].view(result.shape))
         return self._results
