@@ -91,7 +91,7 @@ class SmallSum:
         self.table = MessageTable(size, body_bytes)
 
     def grow(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, limit: int) -> None:
-        """Make room for such terms in the messages to come, on all ranks alike.
+        """Reserve memory for such terms in the messages to come, on all ranks alike.
 
         Args:
             contributions: The contributions of all ranks.
