@@ -45,7 +45,8 @@ communicator = ls.find_communicator()
 like = [torch.zeros(300_000), torch.zeros(10)]
 shards = (0, 2), (5,)  # two nodes of the tree on one rank: a thread sends them
 pending = communicator.begin_sum([Contribution(each, (3,) * len(each)) for each in shards], like)
-assert type(pending).__name__ == "Reduction"
+assert pending._thread.is_alive()
+print("waits")
 if sys.argv[1] == "added in part":
     pending.add(1, [torch.ones(10) for _ in shards[communicator.rank]])
 raise ArithmeticError("in the middle")
@@ -90,4 +91,4 @@ def test_the_group_ends_before_python_does(way: str, code: int) -> None:
 @pytest.mark.parametrize("way", ["begun", "added in part"])
 def test_a_sum_that_nobody_finishes_keeps_no_process(way: str) -> None:
     """Its thread would wait for ever for tensors that are never added, and Python for the thread."""
-    assert ends(SUM, way) == [(1, "")] * 2
+    assert ends(SUM, way) == [(1, "waits")] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -25,7 +24,6 @@ from lockstep.communicators.sums import (
     SmallSum,
     SumPlan,
     WireFormat,
-    cancel_at_exit,
     plan_sum,
     split_sparse,
     sum_sparse,
@@ -92,9 +90,6 @@ class ProcessCommunicator(Communicator):
         self._wire = wire_format(compression)
         self._sizes = PlanSizes()
         self._connected = set[torch.device]()
-        # The set is weak, so that a sum is freed with its tensors once it has ended.
-        self._pending_sums = weakref.WeakSet[OrderedSum]()
-        cancel_at_exit(self._pending_sums)
 
     @property
     def rank(self) -> int:
@@ -158,7 +153,7 @@ class ProcessCommunicator(Communicator):
             small = SmallSum(self.rank, self.size, plan.body_bytes)
             small.pack(partials, dense[self.rank], like)
             self.exchange_with_table(b"", small.table)
-            return divide(small.add_up(partials, dense, like), divisor)
+            return divide(small.add_up(partials, dense, like) or [], divisor)
         ordered_sum = OrderedSum(self._channel, plan, like, divisor=divisor, wire=wire)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
@@ -178,9 +173,7 @@ class ProcessCommunicator(Communicator):
         background = all(tensor.device.type == "cpu" for tensor in like)
         sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR)
         plan = self._plan(contributions, like, sizes, self._wire)
-        pending = OrderedSum(self._channel, plan, like, divisor=divisor, wire=self._wire, background=background)
-        self._pending_sums.add(pending)
-        return pending
+        return OrderedSum(self._channel, plan, like, divisor=divisor, wire=self._wire, background=background)
 
     def _plan(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], sizes: PlanSizes, wire: WireFormat

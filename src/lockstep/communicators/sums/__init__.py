@@ -1,6 +1,6 @@
 """Sums of tensors over ranks in the order of the tree."""
 
-from lockstep.communicators.sums.ordered_sum import OrderedSum as OrderedSum, cancel_at_exit as cancel_at_exit
+from lockstep.communicators.sums.ordered_sum import OrderedSum as OrderedSum
 from lockstep.communicators.sums.planning import (
     PlanSizes as PlanSizes,
     SumPlan as SumPlan,

@@ -149,9 +149,8 @@ class BucketTransfer:
         pieces = _views(segment, self._context.terms[node])
         term = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if segment.owner is None:
-            flat = self._context.channel.reachable(term)
-            self._posted_terms.incoming += begin_all_reduce(self._context.channel, [flat])
-            self._unplaced.append((segment, flat))
+            self._posted_terms.incoming += begin_all_reduce(self._context.channel, [term])
+            self._unplaced.append((segment, term))
             return
         message = self._context.wire.encode(term)
         if segment.owner == self._rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
@@ -15,7 +14,6 @@ from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumC
 from lockstep.communicators.sums.planning import SumPlan
 from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport import Channel
-from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
 MAX_IN_FLIGHT: Final = 2
@@ -47,6 +45,7 @@ class OrderedSum(PendingSum):
         wire: WireFormat,
         background: bool = False,
     ) -> None:
+        self._channel = channel
         self._like = like
         self._plan = plan
         self._results: Tensors = [None] * len(like)
@@ -58,7 +57,7 @@ class OrderedSum(PendingSum):
         # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
-            self._results[index], self._flat_results[index] = result, result.reshape(-1)
+            self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         # Rounded once more only where that saves time.
         wire_back = EXACT if plan.is_small else wire
         context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor)
@@ -70,11 +69,11 @@ class OrderedSum(PendingSum):
                 self._buckets_of[index].append(number)
         self._sent = 0
         self._changed = threading.Condition()
-        self._cancelled = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background and not plan.commutes:
-            self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction")
+            # A daemon: after an error it may wait for tensors that will never come, and Python would wait for it.
+            self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction", daemon=True)
             self._thread.start()
 
     def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -82,7 +81,7 @@ class OrderedSum(PendingSum):
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
             check_term(index, tensor, awaited=index in missing)
             if tensor is not None:
-                terms[index] = tensor.detach().reshape(-1)
+                terms[index] = self._channel.reachable(tensor.detach().reshape(-1))
                 if self._results[index] is None:
                     self._results[index], self._flat_results[index] = tensor.detach(), terms[index]
                 missing.discard(index)
@@ -101,7 +100,7 @@ class OrderedSum(PendingSum):
         self._wait_for_all()
         with torch.no_grad():
             for index, result in enumerate(self._results):
-                # The flat view of a tensor with gaps is a copy, which holds the sum.
+                # That of a tensor with gaps, or on a device that the group does not reach, is a copy and holds the sum.
                 if result is not None and result.data_ptr() != self._flat_results[index].data_ptr():
                     result.copy_(self._flat_results[index].view(result.shape))
         return self._results
@@ -113,12 +112,6 @@ class OrderedSum(PendingSum):
             # Every node gets a clone, because the terms are summed in place.
             self.add(index, [zeros.clone() if index in missing else None for missing in self._missing])
         self._wait_for_all()
-
-    def cancel(self) -> None:
-        """Stop the thread after the buckets that are in progress."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify()
 
     def _wait_for_all(self) -> None:
         """Complete all buckets, in the background thread if there is one."""
@@ -170,25 +163,5 @@ class OrderedSum(PendingSum):
         """Return whether all tensors of a bucket are available, after waiting for them if `wait` is true."""
         if wait:
             with self._changed:
-                self._changed.wait_for(lambda: self._cancelled or self._num_missing[bucket] == 0)
-            if self._cancelled:
-                raise OrderError("All announced terms must be added before Python ends.")
-        return self._num_missing[bucket] == 0 and not self._cancelled
-
-
-def cancel_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:
-    """Stop the threads of unfinished sums when Python ends.
-
-    An error between the start and the end of a sum may leave a thread that waits for tensors that will never come,
-    and Python would wait for that thread.
-
-    Args:
-        sums: The sums that have a thread.
-    """
-    # Python joins its threads before `atexit` functions run, and calls these before that.
-    threading._register_atexit(_cancel_all, weakref.ref(sums))  # type: ignore[attr-defined]
-
-
-def _cancel_all(reference: weakref.ref[weakref.WeakSet[OrderedSum]]) -> None:
-    for each in list(reference() or ()):
-        each.cancel()
+                self._changed.wait_for(lambda: self._num_missing[bucket] == 0)
+        return self._num_missing[bucket] == 0

@@ -4,7 +4,8 @@ Every rank contributes partial sums, which are nodes of the tree over shards. Th
 concatenated and cut into buckets, and every bucket into one slice per rank. All ranks send their terms of a slice
 to the owner of the slice, which sums them in the order of the tree and sends the sum to all ranks. Over W ranks an
 element is therefore sent (W - 1)/W times the number of nodes towards its owner, and (W - 1)/W times back; with one
-node per rank that is what a ring all-reduce sends.
+node per rank that is what a ring all-reduce sends. A small sum has a single owner, so that it takes few messages; on
+the host its terms are rather sent to every rank by one collective (`small`), unless they are rounded on their way.
 
 Where two ranks have one node each, there is only one addition per element. Addition is commutative, so a collective
 that adds while it transfers has the bits of the tree, and a bucket is a packet that it sums. Two restrictions remain:
@@ -145,7 +146,7 @@ def plan_sum(
         exact: Whether terms are sent as they are, so that the transport may add them.
 
     >>> both = (Contribution((0, 1), (1, 1)), Contribution((2,), (1,)))
-    >>> plan = plan_sum(both, (TensorSpec(200, torch.float32),))
+    >>> plan = plan_sum(both, (TensorSpec(200, torch.float32),), PlanSizes(whole=0))
     >>> [(segment.owner, segment.pieces[0].start, segment.pieces[0].stop) for segment in plan.buckets[0].segments]
     [(0, 0, 128), (1, 128, 200)]
     """
@@ -153,24 +154,24 @@ def plan_sum(
     shards = [shard for each in contributions for shard in each.shards]
     masks = [mask for each in contributions for mask in each.present]
     adds_in_transit = exact and commutes(contributions, tensors)
+    groups = _groups(masks, tensors)
+    received = sum(sum(tensors[index].nbytes for index in group) * len(nodes) for nodes, group in groups)
+    is_small = received <= sizes.whole
+    owners: list[int | None] = [None] if adds_in_transit else [0] if is_small else list(range(len(contributions)))
     buckets: list[Bucket] = []
-    received = 0
-    for nodes, group in _groups(masks, tensors):
-        received += sum(tensors[index].nbytes for index in group) * len(nodes)
+    for nodes, group in groups:
         # The additions follow from the numbers of the shards alone, so they are those of a single process, wherever
         # shards run.
         additions = tuple(merge_order([shards[node] for node in nodes]))
-        owners = [None] if adds_in_transit else list(range(len(contributions)))
         cut = _packets if adds_in_transit else _cut_buckets
         for slices_ in cut(group, tensors, len(owners), sizes):
             segments = tuple(
                 Segment(pieces, sum(piece.stop - piece.start for piece in pieces), nodes, additions, owner)
                 for owner, slice_ in zip(owners, slices_, strict=True)
-                for pieces in _segments(slice_, tensors, sizes.direct)
+                for pieces in _segments(slice_, tensors, sys.maxsize if is_small else sizes.direct)
             )
             buckets.append(Bucket(segments, frozenset(piece.tensor for each in segments for piece in each.pieces)))
     present = tuple(frozenset(index for index in range(len(tensors)) if mask >> index & 1) for mask in masks)
-    is_small = received <= sizes.whole
     body = max(size_of_terms(each, tensors) for each in contributions) if is_small else sys.maxsize
     return SumPlan(ranks, tuple(buckets), present, adds_in_transit, is_small, 0 if body == sys.maxsize else body)
 

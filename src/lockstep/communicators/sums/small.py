@@ -33,7 +33,7 @@ class TermLayout:
 
     size: int
     partials: Sequence[PartialSum]
-    tensors: Sequence[torch.Tensor]
+    tensors: list[torch.Tensor]
 
     @classmethod
     def of(cls, body: torch.Tensor, contribution: Contribution, like: Sequence[torch.Tensor]) -> TermLayout:
@@ -46,7 +46,7 @@ class TermLayout:
         """
         size = size_of_terms(contribution, like)
         if size > body.numel():
-            return cls(size, (), ())
+            return cls(size, (), [])
         partials = [PartialSum(shard, [None] * len(like)) for shard in contribution.shards]
         start = 0
         for partial, mask in zip(partials, contribution.present, strict=True):
@@ -91,7 +91,7 @@ class SmallSum:
         self.table = MessageTable(size, body_bytes)
 
     def grow(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, limit: int) -> None:
-        """Make room for such terms in the messages to come, on all ranks alike.
+        """Reserve memory for such terms in the messages to come, on all ranks alike.
 
         Args:
             contributions: The contributions of all ranks.
@@ -133,7 +133,7 @@ class SmallSum:
         layouts = [self._layout(rank, each, like) for rank, each in enumerate(contributions)]
         if max(layout.size for layout in layouts) > self.table.body_bytes:
             return None
-        own = partials[0].tensors[:] if partials else [None] * len(like)
+        own: Tensors = partials[0].tensors[:] if partials else [None] * len(like)
         sums: list[PartialSum] = []
         for rank, layout in enumerate(layouts):
             copies = [PartialSum(each.shard, list(each.tensors)) for each in layout.partials]

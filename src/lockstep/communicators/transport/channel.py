@@ -28,33 +28,8 @@ ranks a thread of this process sums them, and needs the interpreter for it."""
 PeerTensor: TypeAlias = "tuple[torch.Tensor, int]"
 """A contiguous tensor, and the rank that it is sent to or received from."""
 
-Works: TypeAlias = "list[tuple[dist.Work | StagedReceive | None, int | None]]"
+Works: TypeAlias = "list[tuple[dist.Work | None, int | None]]"
 """Transfers in progress, each with the other rank; the rank is None if one transfer stands for several."""
-
-
-@dataclass(slots=True)
-class StagedReceive:
-    """A transfer into host memory, whose values belong on an accelerator that the transport cannot reach.
-
-    Attributes:
-        work: The transfer.
-        host: The host memory.
-        target: The tensor on the accelerator.
-    """
-
-    work: dist.Work
-    host: torch.Tensor
-    target: torch.Tensor
-
-    def is_completed(self) -> bool:
-        """Return whether the transfer has ended."""
-        return self.work.is_completed()
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait for the transfer, and start to copy its values to the accelerator."""
-        self.work.wait(timeout)
-        # The allocator of pinned memory keeps it until the copy has read it.
-        self.target.copy_(self.host, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -127,7 +102,7 @@ class Channel:
         return torch.device(kind, torch.accelerator.current_device_index())
 
     def reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that collectives of the group can read: the tensor, or a copy in host memory."""
+        """Return a tensor that the group can send: the tensor, or a copy in host memory."""
         return tensor if tensor.device.type in self._reached else tensor.cpu()
 
     def connect(self, device: torch.device) -> None:
@@ -147,15 +122,12 @@ class Channel:
         """Start to send and to receive. The tensors must not be used until `wait` has returned.
 
         Args:
-            sends: The tensors to send.
+            sends: The tensors to send, which must be `reachable`, as those to receive into.
             receives: The tensors to receive into, per rank in the order in which that rank sends.
             tag: Separates these transfers from others that are in progress.
         """
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
-        kinds = {tensor.device.type for tensor, _ in (*receives, *sends)}
-        if not kinds <= self._reached:
-            return self._post_staged(sends, receives, tag)
-        if kinds - {"cpu"}:
+        if any(tensor.device.type != "cpu" for tensor, _ in (*receives, *sends)):
             return PostedWork(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
         return self._post_each(sends, receives, tag)
 
@@ -173,23 +145,6 @@ class Channel:
                 posted.outgoing.append((work, rank))
         except RuntimeError as error:
             raise self._peer_error(rank, error) from error
-        return posted
-
-    def _post_staged(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
-        """Start transfers between accelerators by way of pinned host memory."""
-        sent = [(tensor.to("cpu", non_blocking=True), rank) for tensor, rank in sends]
-        # One wait for all of them: the transport reads host memory at once.
-        for device in {tensor.device for tensor, _ in sends if tensor.device.type != "cpu"}:
-            torch.accelerator.current_stream(device).synchronize()
-        hosts = [
-            tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
-            for tensor, _ in receives
-        ]
-        posted = self._post_each(sent, [(host, rank) for host, (_, rank) in zip(hosts, receives, strict=True)], tag)
-        for index, (host, (tensor, rank)) in enumerate(zip(hosts, receives, strict=True)):
-            work = posted.incoming[index][0]
-            if host is not tensor and isinstance(work, dist.Work):
-                posted.incoming[index] = (StagedReceive(work, host, tensor), rank)
         return posted
 
     def _post_as_one(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[dist.Work]:

@@ -138,9 +138,9 @@ def gather_owned(channel: Channel, parts: Sequence[Sequence[torch.Tensor]]) -> N
     packets = [
         [[parts[rank][index].detach() for index in indices] for indices in plan] for rank, plan in enumerate(plans)
     ]
-    own = [pack(packet) for packet in packets[channel.rank]]
+    own = [channel.reachable(pack(packet)) for packet in packets[channel.rank]]
     others = [rank for rank in range(channel.size) if rank != channel.rank]
-    arriving = [(pack_into(packet), rank, packet) for rank in others for packet in packets[rank]]
+    arriving = [(channel.reachable(pack_into(packet)), rank, packet) for rank in others for packet in packets[rank]]
     for device in {tensor.device for each in parts for tensor in each}:
         channel.connect(device)
     posted = channel.post(

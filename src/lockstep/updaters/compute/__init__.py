@@ -6,6 +6,7 @@ from lockstep.updaters.compute.clock import (
     Times as Times,
     workloads_of as workloads_of,
 )
+from lockstep.updaters.compute.early_send import EarlySend as EarlySend
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,

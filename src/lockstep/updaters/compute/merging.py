@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -23,6 +23,28 @@ def can_be_merged(parameter: torch.Tensor) -> bool:
         parameter: The parameter.
     """
     return parameter.numel() >= LARGE and parameter.device.type == "cpu" and parameter.requires_grad
+
+
+@contextmanager
+def on_gradients(
+    parameters: Sequence[tuple[int, nn.Parameter]], call: Callable[[int, torch.Tensor], None]
+) -> Iterator[None]:
+    """Call a function with an index and its parameter whenever backward has added to the gradient.
+
+    Args:
+        parameters: The parameters, each with its index; those that require no gradient are left out.
+        call: The function.
+    """
+    handles = [
+        each.register_post_accumulate_grad_hook(partial(call, index))  # type: ignore[no-untyped-call]  # torch's gap
+        for index, each in parameters
+        if each.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class GradientMerge:
@@ -56,16 +78,8 @@ class GradientMerge:
             parameters: The parameters that may get a gradient, in the order of the sums.
         """
         chosen = enumerate(parameters) if self._chain else ()
-        handles = [
-            each.register_post_accumulate_grad_hook(partial(self._merge, index))  # type: ignore[no-untyped-call]  # torch's gap
-            for index, each in chosen
-            if can_be_merged(each)
-        ]
-        try:
+        with on_gradients([(index, each) for index, each in chosen if can_be_merged(each)], self._merge):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def _merge(self, index: int, parameter: torch.Tensor) -> None:

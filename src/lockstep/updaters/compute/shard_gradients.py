@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.nn.utils import parametrize
 
 from lockstep.communicators import Watch
@@ -21,7 +20,8 @@ from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
-from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.tree import ShardSum, Tensors
+from lockstep.updaters.compute.early_send import EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
@@ -32,31 +32,6 @@ NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 GRADIENT: Final = attrgetter("grad")
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
-
-
-class EarlyReceiver(Protocol):
-    """Receives the gradient sums of a device while backward of its last shard computes them."""
-
-    def sending(
-        self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Send each gradient that backward computes inside the ``with`` block, added to the sums of earlier shards.
-
-        Args:
-            shard: The number of the shard.
-            earlier: The partial sums of the shards before it.
-            parameters: The parameters that may get a gradient.
-        """
-
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Send the sums of parameters that earlier shards reached and backward of the last one did not.
-
-        Args:
-            gradients: The gradients that backward of the last shard has computed, one per parameter.
-
-        Returns:
-            Whether the receiver has taken the sums over; if so, the device must not add to them any more.
-        """
 
 
 @dataclass(slots=True)
@@ -99,7 +74,7 @@ class GradientContext:
     is_mixed: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
-    early_receiver: EarlyReceiver | None = None
+    early_receiver: EarlySend | None = None
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
@@ -245,7 +220,7 @@ class DeviceGradientTask:
         shard: Shard,
         loss: Loss,
         weight: float,
-        early_receiver: EarlyReceiver | None,
+        early_receiver: EarlySend | None,
     ) -> float | torch.Tensor | None:
         """Run backward so that the gradient of the scaled loss is left in the replica's parameters.
 

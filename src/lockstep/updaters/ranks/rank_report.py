@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, SupportsFloat
 
 import torch
@@ -104,27 +103,20 @@ def _decode_number(plain: Any) -> Any:
     return plain
 
 
-# Most contributions equal those of the last update, so their text is cached.
-@lru_cache(maxsize=64)
-def _encode_contribution(contribution: Contribution) -> str:
-    """Encode a contribution as text, with masks in hexadecimal: decimal digits of long masks are slow to compute.
+def _encode_contribution(contribution: Contribution) -> list[Any]:
+    """Convert a contribution to lists and text, with masks in hexadecimal: decimal digits of long ones are slow.
 
     >>> _encode_contribution(Contribution((0, 4), (7, 31)))
-    '0:7 4:1f/0'
+    [(0, 4), ['7', '1f'], '0']
     """
-    sums = zip(contribution.shards, contribution.present, strict=True)
-    return " ".join(f"{shard}:{mask:x}" for shard, mask in sums) + f"/{contribution.sparse:x}"
+    return [contribution.shards, [f"{mask:x}" for mask in contribution.present], f"{contribution.sparse:x}"]
 
 
-@lru_cache(maxsize=64)
-def _decode_contribution(text: str) -> Contribution:
-    """Decode the text of a contribution; see `_encode_contribution`.
+def _decode_contribution(plain: Sequence[Any]) -> Contribution:
+    """Create a contribution from what `_encode_contribution` returned.
 
-    >>> _decode_contribution("0:7 4:1f/0"), _decode_contribution("/0")
-    (Contribution(shards=(0, 4), present=(7, 31), sparse=0), Contribution(shards=(), present=(), sparse=0))
+    >>> _decode_contribution([[0, 4], ["7", "1f"], "0"])
+    Contribution(shards=(0, 4), present=(7, 31), sparse=0)
     """
-    sums, _, sparse = text.partition("/")
-    pairs = [each.split(":") for each in sums.split()]
-    return Contribution(
-        tuple(int(shard) for shard, _ in pairs), tuple(int(mask, 16) for _, mask in pairs), int(sparse, 16)
-    )
+    shards, present, sparse = plain
+    return Contribution(tuple(shards), tuple(int(mask, 16) for mask in present), int(sparse, 16))

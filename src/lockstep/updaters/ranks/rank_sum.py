@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -20,8 +21,7 @@ import torch
 from lockstep.communicators import Communicator, Contribution, PendingSum, SmallSum
 from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.compute import RankShare
-from lockstep.updaters.ranks.overlap import EarlySend, Prediction
+from lockstep.updaters.compute import EarlySend, RankShare
 
 SMALL_BYTES: Final = 2**20
 """The number of bytes that a rank may send with its message, to all others together, if all are on one machine."""
@@ -39,6 +39,30 @@ SPOILED: Final = "spoiled"
 
 _COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
 _DECODER: Final = json.JSONDecoder()  # `json.loads` finds out the encoding first
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the next reduction is expected to be.
+
+    Attributes:
+        key: Identifies the computation and the sizes of its batches.
+        contributions: What every rank contributes.
+        like: Tensors with the shapes, dtypes and devices of the gradients.
+    """
+
+    key: str
+    contributions: tuple[Contribution, ...]
+    like: Sequence[torch.Tensor] = field(compare=False)
+
+    @property
+    def can_be_sent_early(self) -> bool:
+        """Whether every rank contributes something, all of it dense and on the host, where threads send it."""
+        return (
+            all(any(each.present) for each in self.contributions)
+            and not any(each.sparse for each in self.contributions)
+            and all(tensor.device.type == "cpu" for tensor in self.like)
+        )
 
 
 class RankSum:

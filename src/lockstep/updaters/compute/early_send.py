@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.communicators import Contribution, PendingSum
 from lockstep.tree import PartialSum, ShardSum
-from lockstep.updaters.compute import RankShare
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the next reduction is expected to be.
-
-    Attributes:
-        key: Identifies the computation and the sizes of its batches.
-        contributions: What every rank contributes.
-        like: Tensors with the shapes, dtypes and devices of the gradients.
-    """
-
-    key: str
-    contributions: tuple[Contribution, ...]
-    like: Sequence[torch.Tensor] = field(compare=False)
-
-    @property
-    def can_be_sent_early(self) -> bool:
-        """Whether every rank contributes something, all of it dense and on the host, where threads send it."""
-        return (
-            all(any(each.present) for each in self.contributions)
-            and not any(each.sparse for each in self.contributions)
-            and all(tensor.device.type == "cpu" for tensor in self.like)
-        )
+from lockstep.updaters.compute.merging import on_gradients
+from lockstep.updaters.compute.shares import RankShare
 
 
 class EarlySend:
     """Sends the gradients of one rank to a pending sum while backward of its last shard computes them.
-
-    It implements `EarlyReceiver`, the protocol that `shard_gradients` uses.
 
     Args:
         pending: The pending sum.
@@ -86,16 +58,8 @@ class EarlySend:
             for each in earlier
             for index, tensor in enumerate(each.tensors)
         )
-        handles = [
-            _register_gradient_hook(parameters[index], partial(self._on_gradient, index))
-            for index in self._missing
-            if parameters[index].requires_grad
-        ]
-        try:
+        with on_gradients([(index, parameters[index]) for index in self._missing], self._on_gradient):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         # Raised here and not in the hook, where it would be reported as an error of the user's model.
         if self._error is not None:
             raise self._error
@@ -160,9 +124,3 @@ class EarlySend:
             elif gradient is not None:
                 self._spoiled = True
         return True
-
-
-def _register_gradient_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register a hook that is called whenever backward has added to a parameter's gradient."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's gap
-    return handle
