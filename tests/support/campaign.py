@@ -1,7 +1,7 @@
 """A campaign of kills: runs that are killed at random moments again and again, and end as one that was left alone.
 
 ``python -m tests.support.campaign --seed 1 --seconds 240`` plays chains until the time is over. Each chain is a run
-that is killed once to five times with SIGKILL, each time somewhere else, and started again each time on another
+that is killed once to eight times with SIGKILL, each time somewhere else, and started again each time on another
 placement: one process, `lockstep run`, torchrun or `launch`, with one to three devices or processes. At its end
 weights, digests, log, table, snapshot and the values of TensorBoard, if it is installed, are those of a run that was
 left alone.
@@ -96,7 +96,7 @@ def draw_place(draw: random.Random) -> Place:
 def draw_kill(draw: random.Random, place: Place, since: int) -> Kill:
     """Draw a kill of a run that continues after so many updates."""
     kind = draw.choice([*OF_AN_UPDATE, *OF_A_RUN, "start"])
-    everything = draw.random() < 0.6
+    everything = draw.random() < 0.75
     rank = draw.randrange(place.processes)
     if kind == "start" and draw.random() < 0.5:
         return Kill(kind, "", draw.uniform(0, SECONDS_OF_A_RUN), everything=True)
@@ -185,7 +185,7 @@ def play(out: Path, seed: int) -> Counter[str]:
     """Play a chain, and return how often it was killed in what."""
     draw, killed, told = random.Random(seed), Counter[str](), list[str]()  # noqa: S311 - a choice of moments
     try:
-        for _ in range(draw.choice([1, 2, 3, 4, 5])):
+        for _ in range(draw.randint(1, 8)):
             place = draw_place(draw)
             since = max((each.update for each in ls.snapshots.list(out)), default=0)
             given = draw_kill(draw, place, min(since, UPDATES - 1))
