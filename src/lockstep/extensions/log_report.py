@@ -174,8 +174,7 @@ class LogReport(Extension):
         self._means.load_state_dict(state["averages"])
         if saved is None:
             self._begin(content)
-        elif saved != self._where:
-            self._saved = saved
+        self._saved = None if saved == self._where else saved
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, folder_name, model_file
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, model_file
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.manifest import FORMAT, PLAIN, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
@@ -159,13 +159,13 @@ class Buffers:
 
 
 def write_snapshot(
-    disk: Disk, parent: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
-) -> tuple[Path, Manifest]:
-    """Write a snapshot, and return its folder and manifest when it is durable.
+    disk: Disk, final: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
+) -> Manifest:
+    """Write a snapshot, and return its manifest when it is durable.
 
     Args:
         disk: The calls of the operating system.
-        parent: The folder of the snapshots, which must exist.
+        final: The folder of the snapshot, in one that exists.
         staged: The snapshot.
         copies: The copies of its tensors.
         about: JSON values about the machine and the program, which are in no digest.
@@ -174,8 +174,7 @@ def write_snapshot(
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
         SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged.
     """
-    final = parent / folder_name(staged.update)
-    temporary = parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
+    temporary = final.parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
     try:
         manifest = write_folder(disk, temporary, staged, copies, about)
         found = _found(disk, final, manifest) if os.path.lexists(final) else None
@@ -189,8 +188,8 @@ def write_snapshot(
         with suppress(OSError):
             remove(disk, temporary)
         raise
-    disk.sync_folder(parent)
-    return final, manifest
+    disk.sync_folder(final.parent)
+    return manifest
 
 
 def write_folder(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.collect import Collector
-from lockstep.snapshots.commit import Buffers, remove, stage, write_folder
+from lockstep.snapshots.commit import Buffers, stage, write_snapshot
 from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.files import snapshots_in
@@ -258,15 +257,7 @@ def _save(updater: Updater, target: Path) -> None:
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = stage(content, ["saved by a call"])
-    disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
-        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
-        disk.rename(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            remove(disk, temporary)
-        raise
-    disk.sync_folder(target.parent)
+    write_snapshot(Disk(), target, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
 
 
 def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) -> Resumption:

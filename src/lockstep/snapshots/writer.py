@@ -28,7 +28,7 @@ from lockstep.snapshots.commit import (
     write_file,
     write_snapshot,
 )
-from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content
+from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
 from lockstep.snapshots.digest_log import record_of
 from lockstep.snapshots.disk import Disk, FolderLock
 from lockstep.snapshots.files import snapshots_in
@@ -218,7 +218,8 @@ class SnapshotWriter(BackgroundWriter):
                 problems.append(
                     f"{self._folder} was removed or moved. A new one is there, with this and later snapshots."
                 )
-            path, manifest = write_snapshot(self._disk, self._folder, staged, copies, self._about)
+            path = self._folder / folder_name(staged.update)
+            manifest = write_snapshot(self._disk, path, staged, copies, self._about)
         except (OSError, SnapshotError) as error:
             self._failures += 1
             message = (
@@ -337,7 +338,8 @@ def write_beside(
     staged = stage(content, reasons)
     folder = snapshots_in(Path(out)) or Path(out) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path, _ = write_snapshot(disk or Disk(), folder, staged, Buffers().copy(staged.tensors), about or {})
+    path = folder / folder_name(staged.update)
+    write_snapshot(disk or Disk(), path, staged, Buffers().copy(staged.tensors), about or {})
     return path
 
 
