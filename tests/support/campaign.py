@@ -208,9 +208,8 @@ def play(out: Path, seed: int) -> Counter[str]:
             code, output, errors = ending(process)
         assert code == 0, errors
         check(out, output.splitlines()[-1] if output else _ended(out))
-    except BaseException as error:
-        error.add_note(f"chain {seed} in {out}: {'; '.join(told)}")
-        raise
+    except Exception as error:
+        raise AssertionError(f"chain {seed} in {out} ended otherwise: {'; '.join(told)}") from error
     return killed
 
 
