@@ -148,3 +148,15 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     entries = lines(path)
     assert [entry["iteration"] for entry in entries] == list(range(1, len(entries) + 1))
     assert len(entries) > 100
+
+
+def test_its_own_state_needs_no_file(tmp_path: Path) -> None:
+    report = LogReport(trigger=(1, "update"))
+    trainer = Trainer(CountingUpdater(4, [1.0] * 4), (3, "update"), tmp_path, [report])
+    trainer.run()
+    before, entries = report.state_dict(), report.log
+    (tmp_path / "log.jsonl").unlink()
+    report.load_state_dict({**before, "entries": 2})
+    report.load_state_dict(before)
+    report.prepare(trainer)
+    assert report.log == entries

@@ -14,7 +14,7 @@ import safetensors.torch
 
 from lockstep.digest import tensor_digest
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots import Limits, Snapshot, SnapshotWriter, load, newest_whole
+from lockstep.snapshots import Snapshot, SnapshotWriter, load, newest_whole
 from lockstep.snapshots.manifest import StoredTensor, read_manifest
 from tests.support.crashes import MUTANTS, Call, RecordingDisk, Tree, crash_states, lay_out
 from tests.support.snapshots import RUN, assert_holds, small_content
@@ -84,7 +84,7 @@ def vouches_wrongly(out: Path) -> bool:
     """Return whether a manifest that is whole is beside a file that is there but is not what it says."""
     for manifest in (out / "snapshots").glob("*/snapshot.json"):
         with suppress(SnapshotError):
-            for name, entry in read_manifest(manifest.read_bytes(), Limits()).files.items():
+            for name, entry in read_manifest(manifest.read_bytes()).files.items():
                 file = manifest.with_name(name)
                 if file.exists() and not is_whole(file.read_bytes(), entry):
                     return True

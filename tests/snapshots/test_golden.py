@@ -22,7 +22,7 @@ def test_a_folder_of_each_format_is_read(number: int) -> None:
     assert_holds(snapshot, small_content(3))
     assert snapshot.recipe == small_content(3).recipe
     assert snapshot.surroundings()["log"] == [{"loss": 1 / 3}]
-    assert snapshot.metrics == {"accuracy": 0.5}
+    assert snapshot.manifest.metrics == {"accuracy": 0.5}
 
 
 def test_the_present_format_has_a_folder_whose_files_are_still_written(tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots import Disk, RecordingWriter, SnapshotWriter, newest_whole, verify
+from lockstep.snapshots import Disk, SnapshotWriter, newest_whole, verify
 from tests.support.snapshots import RUN, assert_holds, small_content, write
 
 KINDS = (
     "create_folder",
     "create_file",
-    "reserve",
     "write",
     "sync",
     "close",
@@ -97,7 +96,6 @@ def failures(out: Path, kind: str, error: int) -> int:
 EXPECTED = {
     "create_folder": 1,
     "create_file": 4,
-    "reserve": 4,
     "write": 4,
     "sync": 4,
     "close": 4,
@@ -148,12 +146,12 @@ def test_a_folder_that_cannot_come_back_only_warns(tmp_path: Path) -> None:
 
 def test_a_durable_snapshot_is_recorded_although_older_ones_cannot_be_removed(tmp_path: Path) -> None:
     disk = FailingDisk("remove_file", 1, errno.EIO, times=10**6)
-    with RecordingWriter(out=tmp_path, run_id=RUN, keep=1, disk=disk) as writer:
+    with SnapshotWriter(out=tmp_path, run_id=RUN, keep=1, disk=disk) as writer:
         for update in (1, 2):
             writer.save(CONTENT[update], must=True)
         with pytest.warns(SnapshotWarning, match="Old snapshots in .* could not be removed"):
             writer.wait()
-        assert [each.update for each in writer.take_results()] == [1, 2]
+        assert [each.update for each in writer.take_records()] == [1, 2]
 
 
 def test_failures_that_are_not_in_a_row_only_warn(tmp_path: Path) -> None:

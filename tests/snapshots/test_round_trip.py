@@ -149,10 +149,10 @@ def test_digests_are_those_of_the_live_state(tmp_path: Path) -> None:
     snapshot = load(folder)
     assert_holds(snapshot, content)
     expected = {"training": snapshot.digest, "surroundings": content.surroundings}
-    assert snapshot.run_digest == ls.digest(expected)
-    assert (snapshot.epoch, snapshot.applied, snapshot.reasons) == (0, 1, ("test",))
+    assert snapshot.manifest.run == ls.digest(expected)
+    assert (snapshot.epoch, snapshot.manifest.reasons) == (0, ("test",))
     assert snapshot.recipe == content.recipe
-    assert snapshot.metrics == content.metrics
+    assert snapshot.manifest.metrics == content.metrics
     with pytest.raises(ls.SnapshotError, match=r"has the models \['main'\], got 'gen'"):
         snapshot.model("gen")
 
@@ -166,7 +166,7 @@ def test_digests_leave_out_the_state_of_a_loader_and_no_other_one(tmp_path: Path
         content = small_content(recipe=recipe, state={"iterators": iterators})
         [folder] = write(tmp_path / f"{len(recipe)}{source}", content)
         assert ls.digest(training_of(content)) == verify(folder).training == load(folder).digest
-        return load(folder).digest, load(folder).run_digest
+        return load(folder).digest, load(folder).manifest.run
 
     field = "batches_of" if name == "main" else f"{name}.batches_of"
     assert digests({field: None}, 7) == digests({field: None}, 8)

@@ -54,7 +54,7 @@ def digest_of(content: Content) -> str:
 
 def assert_holds(snapshot: Snapshot, content: Content) -> None:
     """Compare a snapshot with a content, by the tensors that it gives and by the digest that it names."""
-    read = {"progress": snapshot.progress, "models": snapshot.models(), "state": snapshot.state()}
+    read = {"progress": snapshot.manifest.progress, "models": snapshot.models(), "state": snapshot.state()}
     assert ls.digest(read) == snapshot.digest == digest_of(content)
 
 

@@ -84,7 +84,7 @@ class LogReport(Extension):
         # Of the lines of a log that is resumed, none is parsed before something asks for the entries.
         self._entries: list[LogEntry] = []
         # What a saved state says of the lines, until they are read.
-        self._saved: Mapping[str, Any] | None = None
+        self._awaited: Mapping[str, Any] | None = None
         self._means = IntervalMeans(last=last, sums=sums)
         self._unobserved = Unobserved("`keys` of LogReport", self.keys)
 
@@ -125,9 +125,9 @@ class LogReport(Extension):
 
     def prepare(self, trainer: Trainer) -> None:
         """Read the lines of a saved state. Every rank must call this."""
-        if self._saved is not None:
-            self._begin(_read(trainer, self.filename, self._saved))
-            self._saved = None
+        if self._awaited is not None:
+            self._begin(_read(trainer, self.filename, self._awaited))
+            self._awaited = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
@@ -157,7 +157,7 @@ class LogReport(Extension):
         if self._writes:
             self._file.write(durable=True)
         # The last one, because a rank that survives may save a state whose last entry rank 0 did not write any more.
-        return {**(self._saved or self._where), "averages": self._means.state_dict()}
+        return {**(self._awaited or self._where), "averages": self._means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state, also one of an earlier version, which has all entries or no position."""
@@ -174,8 +174,7 @@ class LogReport(Extension):
         self._means.load_state_dict(state["averages"])
         if saved is None:
             self._begin(content)
-        elif saved != self._where:
-            self._saved = saved
+        self._awaited = None if saved == self._where else saved
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from lockstep import snapshots
@@ -91,7 +90,7 @@ class Snapshot(Extension):
         self.per_machine, self.required = per_machine, required
         self.trigger = trigger
         self.digest_every = digest_every
-        self._writer: snapshots.RecordingWriter | snapshots.Digester | None = None
+        self._writer: snapshots.SnapshotWriter | snapshots.Digester | None = None
         self._writes = False
         self._agreement: snapshots.Agreement | None = None
         self._collector: snapshots.Collector | None = None
@@ -139,10 +138,9 @@ class Snapshot(Extension):
         for each in found:
             if each.manifest is not None:
                 self._is_best(each.manifest.metrics)
-        self._writer = snapshots.RecordingWriter(
+        self._writer = snapshots.SnapshotWriter(
             out=trainer.out,
             run_id=self._run_id,
-            parent=None if source is None else source.source,
             keep=self.keep,
             best=self.best,
             mode=self.mode,
@@ -266,12 +264,12 @@ class Snapshot(Extension):
 
     def _mark_verified(self, record: snapshots.Record, ranks: int) -> None:
         """Record that all ranks have the bits of a snapshot."""
-        if isinstance(self._writer, snapshots.RecordingWriter):
+        if isinstance(self._writer, snapshots.SnapshotWriter):
             self._writer.mark_verified(record.update, record.digest, ranks)
 
     def _set_aside(self, trainer: Trainer) -> None:
         """Rename the snapshots that may have what the ranks disagree about, so that no run resumes from them."""
-        if isinstance(self._writer, snapshots.RecordingWriter):
+        if isinstance(self._writer, snapshots.SnapshotWriter):
             source = trainer.resumption
             since = source.update if source is not None and source.same_run else -1
             renamed = ", ".join(path.name for path in self._writer.set_unverified_aside(since))
@@ -327,7 +325,7 @@ class Snapshot(Extension):
     def _log_written(self) -> None:
         """Log the digests of the snapshots that have become durable, and keep them to compare them over ranks."""
         if self._writer is not None and self._agreement is not None:
-            for record in self._writer.take_results():
+            for record in self._writer.take_records():
                 self._log_record(record)
                 self._agreement.add(record)
 
@@ -363,8 +361,7 @@ class Snapshot(Extension):
         resumed_at = trainer.updater.iteration or None
         log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, required=self.required)
         if source is not None and source.same_kernels and not source.accepted:
-            # The digests of snapshots whose tensors are damaged are as good as those of others.
-            log.expect(_records(trainer.out, found, self._run_id))
+            log.expect(_records(found, self._run_id))
         return log
 
 
@@ -409,10 +406,13 @@ def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -
         )
 
 
-def _records(out: Path, found: list[snapshots.Found], run_id: str) -> list[snapshots.Record]:
-    """Return the digests of the snapshots of a run, including those that are damaged."""
-    manifests = [each.manifest for each in found] + snapshots.damaged_manifests(out)
-    return [snapshots.record_of(each) for each in manifests if each is not None and each.run_id == run_id]
+def _records(found: list[snapshots.Found], run_id: str) -> list[snapshots.Record]:
+    """Return the digests of the snapshots of a run."""
+    return [
+        snapshots.record_of(each.manifest)
+        for each in found
+        if each.manifest is not None and each.manifest.run_id == run_id
+    ]
 
 
 def _digest_of(values: Any) -> str:

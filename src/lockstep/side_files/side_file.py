@@ -85,12 +85,12 @@ class SideFile:
         return bytes(self._content)
 
     @property
-    def position(self) -> list[Any]:
+    def position(self) -> tuple[int, str]:
         """The size of the content and its SHA-256, by which `read_until` knows it again."""
         with memoryview(self._content) as content:
             self._hash.update(content[self._hashed :])
         self._hashed = len(self._content)
-        return [self._hashed, self._hash.hexdigest()]
+        return self._hashed, self._hash.hexdigest()
 
     def check(self) -> None:
         """Check that the file, if it exists, is a regular file in folders that are no links.
@@ -190,7 +190,8 @@ class SideFile:
     def begin(self, content: bytes = b"") -> None:
         """Set the whole content. The disk is unchanged until the next write, so that a start may still be refused."""
         self._content, self._on_disk, self._is_begun = bytearray(content), None, False
-        self._hash, self._hashed = hashlib.sha256(), 0
+        self._hash = hashlib.sha256()
+        self._hashed: int = 0
 
     def add(self, data: bytes) -> None:
         """Add to the content without writing it."""

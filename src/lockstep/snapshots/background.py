@@ -8,18 +8,18 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Condition, get_native_id
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from lockstep.errors import OrderError, SnapshotWarning
 from lockstep.snapshots.commit import Buffers, Staged, stage
 from lockstep.snapshots.content import Content
+from lockstep.snapshots.digest_log import Record
 
 NICENESS: Final = 10
 """By how much the priority of the thread that writes is lower than that of training.
@@ -29,8 +29,7 @@ instead of 12 % (`benchmarks/snapshots.py`).
 """
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
+class _Job(NamedTuple):
     """A copied snapshot that is to be processed.
 
     Attributes:
@@ -57,19 +56,21 @@ class BackgroundWriter(ABC):
 
     Attributes:
         replaced: The number of states that were not processed because a newer or more important one was.
-        results: What the thread has found out about the states that it has processed.
+        records: The digests of the states that it has processed.
+        newest_update: The update of the newest of them; None if there is none.
     """
+
+    newest_update: int | None = None
 
     def __init__(self, run_id: str) -> None:
         self.replaced = 0
-        self.results: SimpleQueue[Any] = SimpleQueue()
+        self.records: SimpleQueue[Record] = SimpleQueue()
         self._run_id = run_id
         # Python ends only after the thread of an executor has finished, so a snapshot is durable then.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep-snapshots", initializer=_lower_priority)
         self._closed = False
         # The thread and its callers share what follows, under this condition.
         self._changed = Condition()
-        self._writing: Future[None] | None = None
         self._jobs: deque[_Job] = deque()
         self._free = [Buffers(), Buffers()]
         self._messages: list[str] = []
@@ -107,8 +108,7 @@ class BackgroundWriter(ABC):
             raise
         with self._changed:
             self._jobs.append(_Job(staged, buffers, copies, must))
-            if self._writing is None:
-                self._writing = self._executor.submit(self._process_all)
+        self._executor.submit(self._process_next)
 
     def wait(self) -> None:
         """Wait until every state is processed.
@@ -116,21 +116,21 @@ class BackgroundWriter(ABC):
         Raises:
             SnapshotError: If snapshots are required and the last three attempts have failed.
         """
-        self._join()
+        # The thread does one thing after the other.
+        self._executor.submit(int).result()
         self.report()
 
     def close(self) -> None:
         """Wait until every state is processed, and end the thread. Further calls do nothing."""
         if not self._closed:
-            self._join()
             self._executor.shutdown()
             self._closed = True
             self.report()
 
-    def take_results(self) -> list[Any]:
-        """Return what has been found out since the last call."""
+    def take_records(self) -> list[Record]:
+        """Return the digests that have been computed since the last call."""
         # Only this thread takes any out, so there are at least as many as the queue says.
-        return [self.results.get() for _ in range(self.results.qsize())]
+        return [self.records.get() for _ in range(self.records.qsize())]
 
     def report(self) -> None:
         """Warn of what went wrong since the last call, and raise what the thread has raised."""
@@ -175,28 +175,22 @@ class BackgroundWriter(ABC):
                 self._changed.wait()
             return self._free.pop()
 
-    def _join(self) -> None:
-        while (writing := self._writing) is not None:
-            writing.result()
-
-    def _process_all(self) -> None:
-        """Process what waits until nothing does."""
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._writing = None
-                    return
-                job = self._jobs.popleft()
-            messages, error = list[str](), None
-            try:
-                messages = self.process(job.staged, job.copies)
-            except BaseException as raised:  # noqa: BLE001 - raised again by the next call
-                error = raised
-            with self._changed:
-                self._free.append(job.buffers)
-                self._messages += messages
-                self._error = self._error or error
-                self._changed.notify_all()
+    def _process_next(self) -> None:
+        """Process what waits the longest, unless a newer one has replaced it."""
+        with self._changed:
+            if not self._jobs:
+                return
+            job = self._jobs.popleft()
+        messages, error = list[str](), None
+        try:
+            messages = self.process(job.staged, job.copies)
+        except BaseException as raised:  # noqa: BLE001 - raised again by the next call
+            error = raised
+        with self._changed:
+            self._free.append(job.buffers)
+            self._messages += messages
+            self._error = self._error or error
+            self._changed.notify_all()
 
 
 def _lower_priority() -> None:

@@ -20,9 +20,9 @@ import torch
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, folder_name, model_file
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, model_file
 from lockstep.snapshots.disk import Disk
-from lockstep.snapshots.manifest import FORMAT, PLAIN, Limits, Manifest, read_manifest, seal
+from lockstep.snapshots.manifest import FORMAT, PLAIN, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
 from lockstep.snapshots.tree import Leaf, encode
@@ -159,13 +159,13 @@ class Buffers:
 
 
 def write_snapshot(
-    disk: Disk, parent: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
-) -> tuple[Path, Manifest]:
-    """Write a snapshot, and return its folder and manifest when it is durable.
+    disk: Disk, final: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
+) -> Manifest:
+    """Write a snapshot, and return its manifest when it is durable.
 
     Args:
         disk: The calls of the operating system.
-        parent: The folder of the snapshots, which must exist.
+        final: The folder of the snapshot, in one that exists.
         staged: The snapshot.
         copies: The copies of its tensors.
         about: JSON values about the machine and the program, which are in no digest.
@@ -174,8 +174,7 @@ def write_snapshot(
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
         SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged.
     """
-    final = parent / folder_name(staged.update)
-    temporary = parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
+    temporary = final.parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
     try:
         manifest = write_folder(disk, temporary, staged, copies, about)
         found = _found(disk, final, manifest) if os.path.lexists(final) else None
@@ -189,8 +188,8 @@ def write_snapshot(
         with suppress(OSError):
             remove(disk, temporary)
         raise
-    disk.sync_folder(parent)
-    return final, manifest
+    disk.sync_folder(final.parent)
+    return manifest
 
 
 def write_folder(
@@ -212,11 +211,11 @@ def write_folder(
     Determinism: the tensor files depend on the content alone, not on the placement or on addresses.
     """
     disk.create_folder(folder)
-    raw = _seal(staged, copies, lambda file, size, pieces: write_file(disk, folder / file, pieces, size))
+    raw = _seal(staged, copies, lambda file, pieces: write_file(disk, folder / file, pieces))
     process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_file(disk, folder / ABOUT, [json.dumps({**process, **about}).encode()])
     # What the reader would refuse must not become the newest snapshot.
-    manifest = read_manifest(raw, Limits())
+    manifest = read_manifest(raw)
     # Last, so that a manifest vouches only for files that are durable.
     write_file(disk, folder / MANIFEST, [raw])
     disk.sync_folder(folder)
@@ -230,19 +229,18 @@ def describe(staged: Staged, copies: Sequence[torch.Tensor]) -> Manifest:
         staged: The snapshot.
         copies: The copies of its tensors.
     """
-    return read_manifest(_seal(staged, copies, lambda _file, _size, pieces: deque(pieces, maxlen=0)), Limits())
+    return read_manifest(_seal(staged, copies, lambda _, pieces: deque(pieces, maxlen=0)))
 
 
-def _seal(staged: Staged, copies: Sequence[torch.Tensor], write: Callable[[str, int, Pieces], object]) -> bytes:
-    """Write the tensor files by a function of their names, sizes and pieces, and return the bytes of the manifest."""
+def _seal(staged: Staged, copies: Sequence[torch.Tensor], write: Callable[[str, Pieces], object]) -> bytes:
+    """Write the tensor files by a function of their names and pieces, and return the bytes of the manifest."""
     aliases, files = _names(staged)
     described: dict[str, Any] = {}
     for file, named in files.items():
         tensors = {name: copies[index] for name, index in named.items()}
         infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
         described[file] = {name: (*infos[name], list[str]()) for name in file_order(infos)}
-        size = len(header(infos)) + sum(info.bytes for info in infos.values())
-        write(file, size, _pieces(header(infos), tensors, described[file]))
+        write(file, _pieces(header(infos), tensors, described[file]))
     return seal({**staged.document, "models": aliases, "files": described})
 
 
@@ -291,18 +289,16 @@ def _names(staged: Staged) -> tuple[dict[str, dict[str, str]], dict[str, dict[st
     return aliases, files
 
 
-def write_file(disk: Disk, path: Path, pieces: Iterable[bytes | bytearray | memoryview], size: int = 0) -> None:
+def write_file(disk: Disk, path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
     """Write a file, and return when its content is durable.
 
     Args:
         disk: The calls of the operating system.
         path: The file, which must not exist.
         pieces: The content.
-        size: The space to reserve before anything is written.
     """
     descriptor = disk.create_file(path)
     try:
-        disk.reserve(descriptor, size)
         for piece in pieces:
             disk.write(descriptor, memoryview(piece))
         # By the descriptor that wrote: another one might not see an error of writing back. After an error the attempt

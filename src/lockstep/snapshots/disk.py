@@ -30,17 +30,6 @@ class Disk:
         """Create a file for writing and return its descriptor. It must not exist, not even as a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
-    def reserve(self, descriptor: int, size: int) -> None:
-        """Reserve space for a file, so that a full disk shows before anything is written."""
-        if not size or not hasattr(os, "posix_fallocate"):
-            return
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            # Some file systems cannot; there a full disk shows when the file is written.
-            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-                raise
-
     def write(self, descriptor: int, data: memoryview) -> None:
         """Write all bytes at the end of a file."""
         while data:

@@ -53,6 +53,10 @@ class Limits:
     dimensions: int = 64
 
 
+LIMITS: Final = Limits()
+"""Far above what training needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """What a manifest says about a tensor, which stands for it in trees.
@@ -176,7 +180,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
     return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
-def read_manifest(raw: bytes, limits: Limits) -> Manifest:
+def read_manifest(raw: bytes, limits: Limits = LIMITS) -> Manifest:
     """Read a manifest and check everything in it that can be checked without the tensor files.
 
     Args:

@@ -8,7 +8,6 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,9 +17,9 @@ from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, Parent, update_of
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, update_of
 from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
-from lockstep.snapshots.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
+from lockstep.snapshots.manifest import LIMITS, Manifest, StoredTensor, read_manifest, with_tensors
 from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
 
 _MARK_BYTES: Final = 1000
@@ -33,7 +32,7 @@ class Snapshot:
 
     Attributes:
         path: The folder that it was read from.
-        manifest: The manifest.
+        manifest: Everything but the tensors: progress, metrics, the name of the run, and more.
     """
 
     def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -50,34 +49,9 @@ class Snapshot:
         return self.manifest.update
 
     @property
-    def progress(self) -> dict[str, Any]:
-        """How far the run was."""
-        return dict(self.manifest.progress)
-
-    @property
     def epoch(self) -> Any:
         """The epoch in which the snapshot was written; None if the run has none."""
         return self.manifest.progress.get("epoch")
-
-    @property
-    def applied(self) -> Any:
-        """The number of updates that changed the weights; None if the run did not count them."""
-        return self.manifest.progress.get("applied")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why the snapshot was written."""
-        return self.manifest.reasons
-
-    @property
-    def run_id(self) -> str:
-        """The name of the run."""
-        return self.manifest.run_id
-
-    @property
-    def parent(self) -> Parent | None:
-        """The snapshot from which the run was resumed, or None."""
-        return self.manifest.parent
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -85,24 +59,9 @@ class Snapshot:
         return dict(self.manifest.recipe)
 
     @property
-    def kernel_class(self) -> dict[str, Any]:
-        """What the bits of the kernels depend on."""
-        return dict(self.manifest.kernel_class)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers that describe the snapshot."""
-        return dict(self.manifest.metrics)
-
-    @property
     def digest(self) -> str:
         """The digest of progress, models and state without that of data loaders; equal for every placement."""
         return self.manifest.training
-
-    @property
-    def run_digest(self) -> str:
-        """The digest of `digest` and the surroundings; it does not cover the states of data loaders either."""
-        return self.manifest.run
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors that are stored, by the names of their file and of themselves."""
@@ -162,19 +121,18 @@ class Found(NamedTuple):
     ranks: int = 0
 
 
-def load(path: str | Path, *, limits: Limits | None = None) -> Snapshot:
+def load(path: str | Path) -> Snapshot:
     """Read a snapshot into memory and verify every byte of it.
 
     Args:
         path: The folder of the snapshot, which must not be a link.
-        limits: Bounds on what is read.
 
     Raises:
         SnapshotError: If the snapshot is not whole. The message names the file, and where digests differ also the
             tensor and both digests.
     """
     folder = Path(path)
-    manifest = read_manifest(read_file(folder, MANIFEST, (limits or Limits()).manifest_bytes), limits or Limits())
+    manifest = _manifest(folder)
     files = {name: _read_tensors(folder, name, entries) for name, entries in manifest.files.items()}
     snapshot = Snapshot(folder, manifest, files)
     snapshot.check()
@@ -190,7 +148,7 @@ def read_program(path: Path) -> dict[str, Any]:
     if not kind_of(path / ABOUT):
         return {}
     try:
-        return dict(json.loads(read_file(path, ABOUT, Limits().manifest_bytes)).get(PROGRAM, {}))
+        return dict(json.loads(read_file(path, ABOUT, LIMITS.manifest_bytes)).get(PROGRAM, {}))
     except (SnapshotError, AttributeError, RecursionError, TypeError, ValueError) as error:
         # The snapshot is whole without this file.
         message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
@@ -198,25 +156,23 @@ def read_program(path: Path) -> dict[str, Any]:
         return {}
 
 
-def verify(path: str | Path, *, limits: Limits | None = None) -> Manifest:
+def verify(path: str | Path) -> Manifest:
     """Verify every byte of a snapshot, and return its manifest.
 
     Args:
         path: The folder of the snapshot, which must not be a link.
-        limits: Bounds on what is read.
 
     Raises:
         SnapshotError: If the snapshot is not whole.
     """
-    return load(path, limits=limits).manifest
+    return load(path).manifest
 
 
-def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Found]:
+def list_snapshots(out: str | Path) -> list[Found]:
     """List the snapshots of a run by their manifests, in ascending order of updates.
 
     Args:
         out: The folder of the run.
-        limits: Bounds on what is read.
 
     Raises:
         SnapshotError: If the folder of the snapshots is a link.
@@ -224,7 +180,7 @@ def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Fou
     found = []
     for update, path in _folders(Path(out)):
         try:
-            manifest = _manifest(path, limits or Limits())
+            manifest = _manifest(path)
             _check_name(manifest, update)
             found.append(Found(path, update, manifest, None, _ranks(path, manifest)))
         except SnapshotError as error:
@@ -232,12 +188,11 @@ def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Fou
     return found
 
 
-def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot | None:
+def newest_whole(out: str | Path) -> Snapshot | None:
     """Load the newest snapshot of a run that is whole. Damaged ones are renamed to ``damaged-…``, with a warning.
 
     Args:
         out: The folder of the run.
-        limits: Bounds on what is read.
 
     Returns:
         The snapshot, or None if the run has none.
@@ -249,7 +204,7 @@ def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot |
     problems: list[str] = []
     for update, path in reversed(_folders(Path(out))):
         try:
-            snapshot = load(path, limits=limits)
+            snapshot = load(path)
             _check_name(snapshot.manifest, update)
         except SnapshotError as error:
             if not error.damaged:
@@ -257,7 +212,7 @@ def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot |
             # A link that leads nowhere is damaged; it would be listed again and again.
             if not os.path.lexists(path):
                 # The run that writes here has removed it, and has written newer ones meanwhile.
-                return newest_whole(out, limits=limits)
+                return newest_whole(out)
             problems.append(str(error))
             message = f"The snapshot {path.name} is damaged{_set_aside(path)}; the one before it is used. {error}"
             warnings.warn(message, SnapshotWarning, stacklevel=2)
@@ -266,19 +221,6 @@ def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot |
     if problems:
         raise SnapshotError(f"No snapshot in {Path(out)} is whole: {' '.join(problems)}")
     return None
-
-
-def damaged_manifests(out: str | Path) -> list[Manifest]:
-    """Read the manifests of snapshots that were found damaged and renamed, if the manifests themselves are whole.
-
-    Args:
-        out: The folder of the run.
-    """
-    found, folder = list[Manifest](), snapshots_in(Path(out))
-    for path in [] if folder is None else sorted(folder.glob(f"{DAMAGED}*")):
-        with suppress(SnapshotError):
-            found.append(_manifest(path, Limits()))
-    return found
 
 
 def _set_aside(path: Path) -> str:
@@ -298,8 +240,8 @@ def _folders(out: Path) -> list[tuple[int, Path]]:
     return sorted((update, path) for update, path in updates if update is not None)
 
 
-def _manifest(path: Path, limits: Limits) -> Manifest:
-    return read_manifest(read_file(path, MANIFEST, limits.manifest_bytes), limits)
+def _manifest(path: Path) -> Manifest:
+    return read_manifest(read_file(path, MANIFEST, LIMITS.manifest_bytes))
 
 
 def _check_name(manifest: Manifest, update: int) -> None:

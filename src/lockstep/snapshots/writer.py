@@ -6,14 +6,13 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lockstep.digest import digest
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.integers import check_integer
 from lockstep.side_files import kind_of
@@ -21,6 +20,7 @@ from lockstep.snapshots.background import BackgroundWriter
 from lockstep.snapshots.commit import (
     Buffers,
     Staged,
+    describe,
     remove,
     remove_durably,
     set_aside,
@@ -28,20 +28,12 @@ from lockstep.snapshots.commit import (
     write_file,
     write_snapshot,
 )
-from lockstep.snapshots.content import (
-    FOLDER,
-    TEMPORARY,
-    UNVERIFIED,
-    VERIFIED,
-    Content,
-    Parent,
-    folder_name,
-    training_of,
-)
+from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
+from lockstep.snapshots.digest_log import record_of
 from lockstep.snapshots.disk import Disk, FolderLock
 from lockstep.snapshots.files import snapshots_in
 from lockstep.snapshots.manifest import Manifest
-from lockstep.snapshots.snapshot import Found, list_snapshots, verify
+from lockstep.snapshots.snapshot import list_snapshots
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,6 @@ class SnapshotWriter(BackgroundWriter):
     Args:
         out: The folder of the run.
         run_id: The name of the run. Only snapshots of this run are ever removed.
-        parent: The snapshot from which the run was resumed, if it has another run's name.
         keep: The number of newest snapshots to keep, at least 1. While one is written there is one more. The last one
             that ranks have agreed on is kept as well.
         best: The metric by which one more snapshot is kept; None for no such snapshot.
@@ -143,7 +134,7 @@ class SnapshotWriter(BackgroundWriter):
         newest: The folder of the snapshot that was written last, or None.
 
     Raises:
-        SnapshotError: If another process writes to the folder, it holds snapshots of another run, or it is a link.
+        SnapshotError: If another process writes to the folder, or it is a link.
     """
 
     def __init__(
@@ -151,7 +142,6 @@ class SnapshotWriter(BackgroundWriter):
         out: str | Path,
         *,
         run_id: str,
-        parent: Parent | None = None,
         keep: int = 3,
         best: str | None = None,
         mode: str = "max",
@@ -170,13 +160,10 @@ class SnapshotWriter(BackgroundWriter):
         _create(self._disk, self._folder)
         self._lock = FolderLock(self._folder)
         try:
-            found = self._survey(Path(out), parent)
+            self._kept = self._survey(Path(out))
         except BaseException:
             self._lock.close()
             raise
-        self._kept = [_kept(each.path, manifest, each.ranks) for each, manifest in found]
-        self._previous: Manifest | None = found[-1][1] if found else None
-        self._is_unchanged_reported = False
 
     def close(self) -> None:
         """Wait until every snapshot is written, and release the folder. Further calls do nothing.
@@ -222,13 +209,6 @@ class SnapshotWriter(BackgroundWriter):
         """
         return self._executor.submit(self._set_aside, since).result()
 
-    def on_durable(self, manifest: Manifest) -> None:
-        """Run after a snapshot has become durable, in the thread that writes. Subclasses may override it.
-
-        Args:
-            manifest: The manifest of the snapshot.
-        """
-
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Write one snapshot and remove old ones. Return what went wrong."""
         problems: list[str] = []
@@ -238,7 +218,8 @@ class SnapshotWriter(BackgroundWriter):
                 problems.append(
                     f"{self._folder} was removed or moved. A new one is there, with this and later snapshots."
                 )
-            path, manifest = write_snapshot(self._disk, self._folder, staged, copies, self._about)
+            path = self._folder / folder_name(staged.update)
+            manifest = write_snapshot(self._disk, path, staged, copies, self._about)
         except (OSError, SnapshotError) as error:
             self._failures += 1
             message = (
@@ -247,12 +228,11 @@ class SnapshotWriter(BackgroundWriter):
             )
             return [*problems, message]
         self._failures = 0
-        problems += [] if self._previous is None else self._unchanged(self._previous, manifest)
-        self._previous, self.newest = manifest, path
+        self.newest, self.newest_update = path, manifest.update
         newest = _kept(path, manifest)
         self._kept = [each for each in self._kept if each.path != path] + [newest]
         # Before older ones are removed, because that may fail.
-        self.on_durable(manifest)
+        self.records.put(record_of(manifest))
         removable = self._retention.removable(self._kept, newest)
         for each in removable:
             try:
@@ -292,7 +272,7 @@ class SnapshotWriter(BackgroundWriter):
         self._kept = [each for each in self._kept if each not in doubtful]
         return set_aside(self._disk, [each.path for each in doubtful if kind_of(each.path)], UNVERIFIED)
 
-    def _survey(self, out: Path, parent: Parent | None) -> list[tuple[Found, Manifest]]:
+    def _survey(self, out: Path) -> list[Kept]:
         """Remove what an interrupted process has left, and return the snapshots of this run in ascending order."""
         for path in self._folder.iterdir():
             if path.name.startswith(TEMPORARY):
@@ -302,15 +282,7 @@ class SnapshotWriter(BackgroundWriter):
                     message = f"Unfinished snapshots could not be removed: {error}"
                     warnings.warn(message, SnapshotWarning, stacklevel=4)
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
-        for each, manifest in found:
-            inherited = parent is not None and manifest.run_id == parent.run_id and manifest.update <= parent.update
-            if manifest.run_id != self._run_id and not inherited:
-                # If both runs wrote here, the newest snapshot would be that of the longer run.
-                raise SnapshotError(
-                    f"{each.path} is a snapshot of another run, {manifest.run_id!r}, and this run is {self._run_id!r}. "
-                    "Resume that run, choose another `out`, or move its snapshots to another folder."
-                )
-        return [each for each in found if each[1].run_id == self._run_id]
+        return [_kept(each.path, own, each.ranks) for each, own in found if own.run_id == self._run_id]
 
     def _check_failures(self, failures: int) -> None:
         """Check that not too many attempts have failed in a row, if snapshots are required."""
@@ -319,17 +291,19 @@ class SnapshotWriter(BackgroundWriter):
                 f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
             )
 
-    def _unchanged(self, before: Manifest, manifest: Manifest) -> list[str]:
-        """Return once if no tensor has changed though updates were applied: a copy of old memory looks like that."""
-        if self._is_unchanged_reported or not _repeats(before, manifest):
-            return []
-        self._is_unchanged_reported = True
-        message = (
-            f"No tensor of the snapshot of update {manifest.update} differs from that of update {before.update}, "
-            "although updates were applied in between. It is written, and is right if no weight was trained or every "
-            "gradient was zero. Otherwise it repeats an old state; please report it."
-        )
-        return [message]
+
+class Digester(BackgroundWriter):
+    """Computes the digests of snapshots on a rank that does not write them, to compare them with those that are.
+
+    Args:
+        run_id: The name of the run.
+    """
+
+    def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Compute the digests of a copy."""
+        self.records.put(record_of(describe(staged, copies)))
+        self.newest_update = staged.update
+        return []
 
 
 def write_beside(
@@ -363,51 +337,14 @@ def write_beside(
     """
     staged = stage(content, reasons)
     folder = snapshots_in(Path(out)) or Path(out) / FOLDER
-    final = folder / folder_name(staged.update)
-    # One that is whole was renamed when it was durable, so that there is nothing left to do.
-    if final.exists() and _is_same(final, content):
-        return final
     folder.mkdir(parents=True, exist_ok=True)
-    path, _ = write_snapshot(disk or Disk(), folder, staged, Buffers().copy(staged.tensors), about or {})
+    path = folder / folder_name(staged.update)
+    write_snapshot(disk or Disk(), path, staged, Buffers().copy(staged.tensors), about or {})
     return path
-
-
-def _is_same(folder: Path, content: Content) -> bool:
-    """Return whether a folder has a whole snapshot of a content. Whatever else it has, writing the content decides."""
-    try:
-        found = verify(folder)
-    except SnapshotError:
-        return False
-    return (found.run_id, found.training) == (content.run_id, digest(training_of(content)))
 
 
 def _kept(path: Path, manifest: Manifest, ranks: int = 0) -> Kept:
     return Kept(path, manifest.update, manifest.metrics, ranks)
-
-
-def _repeats(before: Manifest, manifest: Manifest) -> bool:
-    """Return whether no tensor has changed between two snapshots of a run, although the weights should have.
-
-    They should have if an update was applied, and a learning rate was not 0. The rates after an update are those of the
-    next one. Weights change where a schedule has raised one later.
-    """
-    applied = [each.progress.get("applied") for each in (before, manifest)]
-    if applied[1] is None:
-        applied = [before.update, manifest.update]
-    if before.files != manifest.files or applied[0] == applied[1] or not any(manifest.files.values()):
-        return False
-    rates = list(_learning_rates(before.state))
-    return not rates or any(rates)
-
-
-def _learning_rates(tree: Any) -> Iterator[Any]:
-    """Yield the learning rates in the states of optimizers, wherever these are."""
-    if isinstance(tree, dict):
-        groups = tree.get("param_groups")
-        if isinstance(groups, list):
-            yield from (group["lr"] for group in groups if isinstance(group, dict) and "lr" in group)
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
-        yield from _learning_rates(part)
 
 
 def _free_bytes(folder: Path) -> int | str:

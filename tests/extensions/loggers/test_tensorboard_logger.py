@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.errors import SideFileWarning
 from lockstep.extensions import TensorBoardLogger
 from lockstep.trainer import Trainer
 from tests.extensions.loggers.runs import CONFIG, UPDATES, Curves, build, check_curves, stopped_run, whole_run
 from tests.support.plain_updaters import CountingUpdater
+from tests.support.side_files import mutated
 
 reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -80,3 +84,36 @@ def test_the_writer_is_there_for_histograms(tmp_path: Path) -> None:
     trainer.run()
     assert [each.step for each in reader(tmp_path).Histograms("weights")] == [2, 4]
     assert logger.writer is None
+
+
+def check_damage(whole: Path, out: Path, seed: int) -> None:
+    """Resume a run with a damaged event file: its curves are as before, or a warning says up to where they are."""
+    shutil.copytree(whole, out)
+    (path,) = (out / "tensorboard").iterdir()
+    path.write_bytes(mutated(path.read_bytes(), seed))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SideFileWarning)
+        build(out, TensorBoardLogger(), 13).run(resume="auto")
+    told = [str(each.message) for each in caught if each.category is SideFileWarning]
+    if any("must have the entries up to update" in each for each in told):
+        return
+    # The file may end with an entry that is written again, beside the first one where that can be read.
+    assert {name: sorted(set(each)) for name, each in curves(out).items()} == curves(whole.with_name("complete"))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damage")
+    whole_run(folder / "complete", TensorBoardLogger())
+    with pytest.raises(ConnectionError):
+        build(folder / "stopped", TensorBoardLogger(), 13, fail_at=11).run()
+    return folder / "stopped"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(10), *(pytest.param(range(first, first + 98), marks=pytest.mark.slow) for first in range(10, 500, 98))],
+)
+def test_a_damaged_event_file_is_named(stopped: Path, tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        check_damage(stopped, tmp_path / str(seed), seed)

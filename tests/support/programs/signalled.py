@@ -24,8 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.snapshots import writer
-from lockstep.snapshots.run import resuming
+from lockstep.snapshots import resuming, writer
 from lockstep.stopping import STOP
 from lockstep.trainer import READER
 from tests.support.resuming import Noted, vectors

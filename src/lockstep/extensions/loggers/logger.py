@@ -6,11 +6,13 @@ import hashlib
 import importlib.util
 import json
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from lockstep.digest import digest
+from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
 from lockstep.program import PROGRAM, describe_program
@@ -58,7 +60,7 @@ class Logger(Extension):
     processes, rank 0 writes.
 
     An `OSError` while something is written, such as that of a full disk, is a `SideFileWarning`, and the entry is
-    written with a later one.
+    written with a later one. So is a log that lacks entries that were there when the state was saved.
 
     A subclass defines `open`, `configure`, `write`, `summarize` and `close`, which are called on rank 0 only.
 
@@ -159,7 +161,14 @@ class Logger(Extension):
         if not trainer.is_main:
             return
         kept = _kept(trainer)
-        self._last_written = self.open(trainer, keep=kept)
+        saved, self._last_written = self._last_written, self.open(trainer, keep=kept)
+        if kept == math.inf and self._last_written < saved:
+            warnings.warn(
+                f"The log of {type(self).__name__} must have the entries up to update {saved}, but it ends at "
+                f"{self._last_written}: it was removed or is damaged. It lacks what is not logged again.",
+                SideFileWarning,
+                stacklevel=2,
+            )
         self._is_open = True
         if not self._last_written or math.isfinite(kept):
             self._attempt(self.configure, _configuration(trainer, self.hyperparameters))
@@ -208,16 +217,18 @@ class Logger(Extension):
             self._attempt(self.flush)
         observed_at = {name: list(at) for name, at in self._observed_at.items()}
         rows = [[update, dict(values)] for update, values in self._rows]
-        return {"means": self._means.state_dict(), "observed_at": observed_at, "rows": rows}
+        means, written = self._means.state_dict(), self._last_written
+        return {"means": means, "observed_at": observed_at, "rows": rows, "written": written}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state, also one of an earlier version, which has no entries."""
-        state = {"rows": [], **state}
-        check_keys(state, ("means", "observed_at", "rows"), of=type(self).__name__)
+        """Load a saved state, also one of an earlier version, which has no entries and not the last update written."""
+        state = {"rows": [], "written": 0, **state}
+        check_keys(state, ("means", "observed_at", "rows", "written"), of=type(self).__name__)
         rows = [(int(update), dict(values)) for update, values in state["rows"]]
         observed_at = {name: (int(update), float(epoch)) for name, (update, epoch) in state["observed_at"].items()}
+        written = int(state["written"])
         self._means.load_state_dict(state["means"])
-        self._observed_at, self._rows = observed_at, rows
+        self._observed_at, self._rows, self._last_written = observed_at, rows, written
 
     def _end_interval(self) -> None:
         """Write the means, each at the update at which its value was last observed."""

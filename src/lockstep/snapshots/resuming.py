@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ import torch
 from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
-from lockstep.snapshots.commit import Buffers, remove, stage, write_folder
+from lockstep.snapshots.collect import Collector
+from lockstep.snapshots.commit import Buffers, stage, write_snapshot
 from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.files import snapshots_in
-from lockstep.snapshots.manifest import Limits, read_manifest
-from lockstep.snapshots.run.collect import Collector
-from lockstep.snapshots.run.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
+from lockstep.snapshots.manifest import read_manifest
+from lockstep.snapshots.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program
 from lockstep.updaters import Updater
 
@@ -114,12 +113,12 @@ def prepare(
     check_program(snapshot.path, read_program(snapshot.path), describe_program())
     return Resumption(
         path=snapshot.path,
-        run_id=snapshot.run_id,
+        run_id=snapshot.manifest.run_id,
         update=snapshot.update,
-        parent=snapshot.parent,
+        parent=snapshot.manifest.parent,
         accepted=tuple(each.name for each in changes),
         same_run=same_run,
-        same_kernels=check_kernels(snapshot.path, snapshot.kernel_class, kernel_class(updater.devices)),
+        same_kernels=check_kernels(snapshot.path, snapshot.manifest.kernel_class, kernel_class(updater.devices)),
         updater=state,
         surroundings=snapshot.surroundings(),
     )
@@ -170,7 +169,7 @@ def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
         error = str(raised)
     described = {
         "update": -1 if snapshot is None else snapshot.update,
-        "digest": "" if snapshot is None else snapshot.run_digest,
+        "digest": "" if snapshot is None else snapshot.manifest.run,
         "error": error,
     }
     return snapshot, json.dumps(described)
@@ -183,7 +182,7 @@ def _send(communicator: Communicator, own: Snapshot | None, owner: int) -> Snaps
         payload = json.dumps(str(own.path)).encode() + b"\n" + own.manifest.raw
         tensors = own.tensors()
     path, _, raw = communicator.exchange(payload)[owner].partition(b"\n")
-    manifest = read_manifest(raw, Limits())
+    manifest = read_manifest(raw)
     files = {
         file: {name: tensors[f"{file}/{name}"] if tensors else stored.empty() for name, stored in named.items()}
         for file, named in manifest.files.items()
@@ -258,15 +257,7 @@ def _save(updater: Updater, target: Path) -> None:
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = stage(content, ["saved by a call"])
-    disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
-        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
-        disk.rename(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            remove(disk, temporary)
-        raise
-    disk.sync_folder(target.parent)
+    write_snapshot(Disk(), target, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
 
 
 def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) -> Resumption:

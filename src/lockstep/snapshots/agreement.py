@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError
-from lockstep.snapshots.run.digest_log import Record
+from lockstep.snapshots.digest_log import Record
 
 REMEDY = (
     "The memory or the processor of a rank has made an error, or other code has written to the state on one rank. "

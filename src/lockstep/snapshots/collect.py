@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lockstep.communicators import kernel_class
-from lockstep.digest import Entry, combine, entries
-from lockstep.snapshots.background import BackgroundWriter
-from lockstep.snapshots.commit import Staged, describe
-from lockstep.snapshots.content import Content, Parent, training_of, update_of
-from lockstep.snapshots.manifest import Manifest
-from lockstep.snapshots.run.digest_log import Record
-from lockstep.snapshots.writer import SnapshotWriter
+from lockstep.snapshots.content import Content, Parent
 from lockstep.updaters import Updater
 
 USUAL_METADATA = {"version": 1}
@@ -64,59 +58,6 @@ class Collector:
             surroundings=surroundings,
             metrics=metrics or {},
         )
-
-
-def record_of(state: Content | Manifest) -> Record:
-    """Return the digests of the training state of a content or of a snapshot.
-
-    Args:
-        state: The content, whose tensors are read; or the manifest of a snapshot, which has their digests.
-    """
-    if isinstance(state, Manifest):
-        found = list(entries(state.covered()))
-        digest = state.training
-    else:
-        found = list(entries(training_of(state)))
-        digest = combine(found)
-    named = {_dotted(entry): entry.about[2] for entry in found if entry.kind == "tensor"}
-    update = state.update if isinstance(state, Manifest) else state.progress["update"]
-    return Record.of(update, digest, dict(sorted(named.items())))
-
-
-class RecordingWriter(SnapshotWriter):
-    """Writes the snapshots of a run, and records their digests, which `take_results` returns."""
-
-    @property
-    def newest_update(self) -> int | None:
-        """The update of the snapshot that was written last; None if there is none."""
-        return None if self.newest is None else update_of(self.newest.name)
-
-    def on_durable(self, manifest: Manifest) -> None:
-        """Record the digests in the thread that writes, where this does not delay training."""
-        self.results.put(record_of(manifest))
-
-
-class Digester(BackgroundWriter):
-    """Computes the digests of snapshots on a rank that does not write them, to compare them with those that are.
-
-    Args:
-        run_id: The name of the run.
-
-    Attributes:
-        newest_update: The update of the newest digest; None if there is none.
-    """
-
-    newest_update: int | None = None
-
-    def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Compute the digests of a copy, which `take_results` returns."""
-        self.results.put(record_of(describe(staged, copies)))
-        self.newest_update = staged.update
-        return []
-
-
-def _dotted(entry: Entry) -> str:
-    return ".".join(map(str, entry.path[1:]))
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import printable
+from lockstep.snapshots.digest_log import Record, read_digest_log, record_of
 from lockstep.snapshots.manifest import Manifest
-from lockstep.snapshots.run.collect import record_of
-from lockstep.snapshots.run.digest_log import Record, read_digest_log
-from lockstep.snapshots.run.restoring import compare_fields
+from lockstep.snapshots.restoring import compare_fields
 from lockstep.snapshots.snapshot import list_snapshots
 
 

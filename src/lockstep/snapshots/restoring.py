@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable
-from lockstep.snapshots.run.collect import USUAL_METADATA
+from lockstep.snapshots.collect import USUAL_METADATA
 from lockstep.snapshots.snapshot import Snapshot
 from lockstep.strides import laid_out_for
 from lockstep.updaters import CODE, MAIN, UNKNOWN_SHAPE, Updater
@@ -192,7 +192,7 @@ def updater_state(snapshot: Snapshot, updater: Updater, accepted: list[Change]) 
         StateError: If the state is that of another update than the snapshot.
     """
     state: dict[str, Any] = snapshot.state()
-    counts = {"iteration": snapshot.update, "applied_updates": snapshot.applied}
+    counts = {"iteration": snapshot.update, "applied_updates": snapshot.manifest.progress.get("applied")}
     for name, count in counts.items():
         if name in state and (type(state[name]) is not int or state[name] != count):
             raise StateError(f"`{name}` in the state of {snapshot.path} must be {count!r}, got {state[name]!r}.")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.snapshots.run import restoring as recipes
+from lockstep.snapshots import restoring as recipes
 from tests.support.resuming import vectors
 
 
@@ -171,10 +171,10 @@ def rewritten(saved: Path, out: Path, *, without: str | None = None, added: str 
     if added is not None:
         group[added] = recipe[f"optimizer.{added}"] = 7
     content = ls.snapshots.Content(
-        progress=read.progress,
-        run_id=read.run_id,
+        progress=read.manifest.progress,
+        run_id=read.manifest.run_id,
         recipe=recipe,
-        kernel_class=read.kernel_class,
+        kernel_class=read.manifest.kernel_class,
         models=read.models(),
         state=state,
     )

@@ -16,7 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from lockstep.digest import combine, entries
 from lockstep.side_files import SideFile
+from lockstep.snapshots.content import Content, training_of
+from lockstep.snapshots.manifest import Manifest
 
 FILENAME: Final = "digests.jsonl"
 DIGITS: Final = 8
@@ -45,6 +48,21 @@ class Record(NamedTuple):
         """List the tensors that only one of two records has, or that differ, in the order of this one."""
         names = {**self.tensors, **other.tensors}
         return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
+
+
+def record_of(state: Content | Manifest) -> Record:
+    """Return the digests of the training state of a content or of a snapshot.
+
+    Args:
+        state: The content, whose tensors are read; or the manifest of a snapshot, which has their digests.
+    """
+    if isinstance(state, Manifest):
+        found, digest, update = list(entries(state.covered())), state.training, state.update
+    else:
+        found, update = list(entries(training_of(state))), state.progress["update"]
+        digest = combine(found)
+    named = {".".join(map(str, entry.path[1:])): entry.about[2] for entry in found if entry.kind == "tensor"}
+    return Record.of(update, digest, dict(sorted(named.items())))
 
 
 class DigestLog:

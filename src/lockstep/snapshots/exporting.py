@@ -12,7 +12,7 @@ import torch
 from lockstep.errors import SnapshotError
 from lockstep.snapshots.content import model_file
 from lockstep.snapshots.files import snapshots_in
-from lockstep.snapshots.run import fitting
+from lockstep.snapshots.restoring import fitting
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import MAIN
 
