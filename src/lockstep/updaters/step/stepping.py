@@ -79,14 +79,18 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 def drawing_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """List the hooks that are called in a step, without those that are known to draw nothing."""
+    own = optimizer.hooks if isinstance(optimizer, HookedOptimizer) else ()
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if not (own or pre or post or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        return []
     hooks = [
         *_global_optimizer_pre_hooks.values(),
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *(optimizer.hooks if isinstance(optimizer, HookedOptimizer) else ()),
-        *optimizer._optimizer_step_post_hooks.values(),
+        *pre.values(),
+        *own,
+        *post.values(),
         *_global_optimizer_post_hooks.values(),
     ]
-    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)] if hooks else hooks
+    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)]
 
 
 def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
@@ -101,7 +105,7 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
     """
     if type(optimizer) in PER_PARAMETER and not _needs_full_step(optimizer):
         progress.has_begun = True
-        bare_step(optimizer)
+        _bare_step(optimizer)
         progress.is_done = True
     elif isinstance(optimizer, HookedOptimizer):
 
@@ -226,7 +230,7 @@ def _partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
 
 
 def _view_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
-    return partial(bare_step, _partial_view(optimizer, part))
+    return partial(_bare_step, _partial_view(optimizer, part))
 
 
 def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
@@ -248,17 +252,22 @@ def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
 
 
 def bare_step(optimizer: Optimizer) -> None:
-    """Run the step function of the class without the wrappers that call hooks and toggle gradient mode.
+    """Run the step function of the class without the wrappers that call hooks.
 
     Args:
         optimizer: An optimizer that is not one of lockstep's.
     """
-    step = type(optimizer).step
-    if type(optimizer) not in PER_PARAMETER:
-        # PyTorch wraps the function of every class once, to call hooks.
-        getattr(step, "__wrapped__", step)(optimizer)
+    if type(optimizer) in PER_PARAMETER:
+        _bare_step(optimizer)
         return
-    bare: Callable[[Optimizer], Any] = step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
+    step = type(optimizer).step
+    # PyTorch wraps the function of every class once, to call hooks.
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def _bare_step(optimizer: Optimizer) -> None:
+    """Run the step function of one of PyTorch's common optimizers, without the wrapper that toggles gradient mode."""
+    bare: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
     before = torch.is_grad_enabled()
     # This is what the outer wrapper does, so `differentiable` keeps its meaning.
     torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
