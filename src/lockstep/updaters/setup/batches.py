@@ -7,9 +7,8 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -380,8 +379,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return room.as_strided(tensor.shape, tensor.stride(), start)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A tensor of a shard that was changed in place.
 
     Attributes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, methodcaller
@@ -23,7 +23,6 @@ from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffer
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
-from lockstep.updaters.detectors import StepDraws
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
@@ -180,13 +179,7 @@ class Committer:
             name: OptimizerStep(each, training.masters.get(name), norms.get(name), shared.get(name))
             for name, each in training.optimizers.items()
         }
-        draws = StepDraws()
-        self.stream = StepStream(
-            engine.replicas.devices[0],
-            engine.recipe.seed,
-            engine.first_stream,
-            lambda functions: draws.watching(functions) if engine.is_first and not draws.has_warned else nullcontext(),
-        )
+        self.stream = StepStream(engine.replicas.devices[0], recipe.seed, engine.first_stream, lambda: engine.is_first)
         self.own_steps = OwnSteps()
         optimizers = training.optimizers.values() if recipe.auto_new_epoch else ()
         self._counting = [each for each in optimizers if isinstance(each, CountsEpochs)]
@@ -454,11 +447,12 @@ class Committer:
             except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
                 late_errors.append(error)
         new_epochs = iterator.epoch - previous_epoch
-        if new_epochs and training.carried is not None:
-            training.carried.start_epoch()
-        for optimizer in self._counting if new_epochs else ():
-            for _ in range(new_epochs):
-                late_errors += collect_error(partial(optimizer.new_epoch, auto=True))
+        if new_epochs:
+            if training.carried is not None:
+                training.carried.start_epoch()
+            for optimizer in self._counting:
+                for _ in range(new_epochs):
+                    late_errors += collect_error(partial(optimizer.new_epoch, auto=True))
         return late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:

@@ -26,6 +26,7 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
     is_averaged_silently,
+    refusing_writes,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -406,7 +407,7 @@ class GradientEngine:
         compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
         compute = self.clock.timed(compute) if self.clock.num_users else compute
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        with prepared.writes.watching() if attempt.gradient_context.is_first else NO_CONTEXT:
+        with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
                 partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,

@@ -105,7 +105,7 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
     """
     if type(optimizer) in PER_PARAMETER and not _needs_full_step(optimizer):
         progress.has_begun = True
-        _bare_step(optimizer)
+        bare_step(optimizer)
         progress.is_done = True
     elif isinstance(optimizer, HookedOptimizer):
 
@@ -230,7 +230,7 @@ def _partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
 
 
 def _view_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
-    return partial(_bare_step, _partial_view(optimizer, part))
+    return partial(bare_step, _partial_view(optimizer, part))
 
 
 def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
@@ -252,22 +252,17 @@ def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
 
 
 def bare_step(optimizer: Optimizer) -> None:
-    """Run the step function of the class without the wrappers that call hooks.
+    """Run the step function of the class without the wrappers that call hooks and toggle gradient mode.
 
     Args:
         optimizer: An optimizer that is not one of lockstep's.
     """
-    if type(optimizer) in PER_PARAMETER:
-        _bare_step(optimizer)
-        return
     step = type(optimizer).step
-    # PyTorch wraps the function of every class once, to call hooks.
-    getattr(step, "__wrapped__", step)(optimizer)
-
-
-def _bare_step(optimizer: Optimizer) -> None:
-    """Run the step function of one of PyTorch's common optimizers, without the wrapper that toggles gradient mode."""
-    bare: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
+    if type(optimizer) not in PER_PARAMETER:
+        # PyTorch wraps the function of every class once, to call hooks.
+        getattr(step, "__wrapped__", step)(optimizer)
+        return
+    bare: Callable[[Optimizer], Any] = step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
     before = torch.is_grad_enabled()
     # This is what the outer wrapper does, so `differentiable` keeps its meaning.
     torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
