@@ -230,7 +230,10 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    # A tensor of one element counts as contiguous, whatever its strides are.
+    flat = values.reshape(-1).clone(memory_format=torch.contiguous_format) if values.numel() == 1 else values
+    flat = flat.contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() & -8
     if flat.device.type == "cpu":
         # NumPy reads words at any address.

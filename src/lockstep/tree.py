@@ -11,14 +11,18 @@ would round in an order of its own that depends on the sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from operator import is_not
+from typing import Final, TypeAlias
 
 import torch
 
 Tensors: TypeAlias = list["torch.Tensor | None"]
 """One tensor for each of P parameters or buffers, or None where there is no tensor."""
+
+_PRESENT: Final = functools.partial(is_not, None)
 
 
 @dataclass(slots=True)
@@ -46,10 +50,12 @@ class ShardSum:
         first: The number of the first shard of this device. Subtrees that begin before it are shared with other devices
             and are left open for `total`.
         partials: The sums so far, in ascending order of shards.
+        following: The number after the last shard. What is complete before it has been added.
     """
 
     first: int = 0
     partials: list[PartialSum] = field(default_factory=list)
+    following: int = 0
 
     def push(self, shard: int, tensors: Tensors) -> None:
         """Add the tensors of one shard.
@@ -62,9 +68,10 @@ class ShardSum:
         """
         # Merging before the push keeps few tensors alive. It cannot change the bits: this shard is the lowest that is
         # still to come, so every subtree that ends before it is complete.
-        if len(self.partials) > 1:
+        if shard > self.following and len(self.partials) > 1:
             self.merge_complete(shard)
         self.partials.append(PartialSum(shard, tensors))
+        self.following = shard + 1
         if len(self.partials) > 1:
             self.merge_complete(shard + 1)
 
@@ -183,10 +190,13 @@ def add_into(into: Tensors, other: Tensors) -> None:
         into: The tensors to add to. The list and its tensors are changed in place.
         other: The tensors to add. They are not modified, but `into` may share some of them afterwards.
     """
+    # The usual case; the loops run in C.
+    if into and all(map(_PRESENT, into)) and all(map(_PRESENT, other)):
+        torch._foreach_add_(into, other)
+        return
     pairs = [(left, right) for left, right in zip(into, other, strict=True) if left is not None and right is not None]
     if pairs:
         lefts, rights = zip(*pairs, strict=True)
         torch._foreach_add_(lefts, rights)
     # Adding zeros for an absent entry instead would turn -0.0 into 0.0.
-    if len(pairs) < len(into):
-        into[:] = [right if left is None else left for left, right in zip(into, other, strict=True)]
+    into[:] = [right if left is None else left for left, right in zip(into, other, strict=True)]

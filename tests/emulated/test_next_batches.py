@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.replicas import CopyStreams, ParameterWrites
+from lockstep.replicas import CopyStreams
+from lockstep.updaters.step import engine
 from lockstep.updaters.step.next_batches import NextBatches
 from tests.support.emulated import Record, observed
 from tests.support.emulated.pool import on_emulated_devices
@@ -412,7 +413,7 @@ def test_data_on_the_device_is_read_after_it_was_written(*, planted: bool) -> No
         if planted:
             patch.setattr(CopyStreams, "start", lambda _: None)
         # Comparing the parameters waits for the devices, as audits do, which orders what streams do by itself.
-        patch.setattr(ParameterWrites, "watching", lambda _: nullcontext())
+        patch.setattr(engine, "refusing_writes", lambda _: nullcontext())
         pairs = TensorDataset(inputs.to("emulated:0"), target.to("emulated:0"))
         with (
             finalized(

@@ -18,7 +18,6 @@ from lockstep.replicas.buffers import (
     BufferRules as BufferRules,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
-    as_bits as as_bits,
     as_real as as_real,
     buffer_refs as buffer_refs,
     check_buffers as check_buffers,
@@ -39,7 +38,6 @@ from lockstep.replicas.memory import (
 from lockstep.replicas.modules import DataParallel as DataParallel, ModuleWrapper as ModuleWrapper, OnDevice as OnDevice
 from lockstep.replicas.monitor import Monitor as Monitor
 from lockstep.replicas.passes import (
-    ParameterWrites as ParameterWrites,
     ShardRunner as ShardRunner,
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,
@@ -51,6 +49,7 @@ from lockstep.replicas.passes import (
     finish_whole as finish_whole,
     foreign_leaves as foreign_leaves,
     move_partials as move_partials,
+    refusing_writes as refusing_writes,
 )
 from lockstep.replicas.pool import (
     CUBLAS_VALUES as CUBLAS_VALUES,

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.communicators import Communicator
+from lockstep.digest import checksum
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas import check_leaves, foreign_leaves
@@ -27,9 +28,14 @@ class GatheredBatch:
     Args:
         loss: The loss of the whole batch.
         model: The model itself, whose parameters the criterion may use.
+        compares: Whether to compare the outputs of both forwards.
+
+    Attributes:
+        differs: Whether they were compared and differ.
     """
 
-    def __init__(self, loss: BatchLoss, model: nn.Module) -> None:
+    def __init__(self, loss: BatchLoss, model: nn.Module, *, compares: bool) -> None:
+        self._compares, self.differs = compares, False
         self._loss = loss
         self._model = model
         self._parts: dict[int, tuple[range, Any, list[bool]]] = {}
@@ -111,6 +117,9 @@ class GatheredBatch:
         def loss_fn(model: Any, /, *args: Any, **kwargs: Any) -> Loss:
             product: Any = 0
             outputs = nest.tensors(self._loss.forward(model, *args, **kwargs))
+            if self._compares and not self.differs and shard.index in self._parts:
+                before = nest.tensors(self._parts[shard.index][1])
+                self.differs = not all(map(_same, before, map(_gatherable, outputs)))
             pairs = [
                 (tensor, None if gradient is None else gradient[samples.start : samples.stop : samples.step])
                 for tensor, gradient in zip(outputs, self._gradients, strict=True)
@@ -138,6 +147,10 @@ def _gatherable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without its graph. Gradients in half precision, not scaled, could become zero."""
     tensor = tensor.detach()
     return tensor.float() if tensor.dtype in HALF_PRECISION else tensor.clone()
+
+
+def _same(before: torch.Tensor, again: torch.Tensor) -> bool:
+    return before.is_meta or checksum(before) == checksum(again)
 
 
 def _check_outputs(outputs: Any, shard: Shard) -> None:

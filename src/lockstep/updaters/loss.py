@@ -378,24 +378,24 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = loss.weight
-    if not isinstance(weight, torch.Tensor | float | int | None):
+    if weight is not None and not isinstance(weight, torch.Tensor | float | int):
         raise TypeError(
             f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
             "name: Loss(value, metrics={...})."
         )
-    if training and not value.requires_grad and (weight is None or float(weight) != 0):
+    if not value.requires_grad and training and (weight is None or float(weight) != 0):
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
             "the output of the model it is given, without detach(), item() or no_grad(). For a shard without any "
             "term return lockstep.Loss(value, weight=0), and for the others Loss(mean, weight=number of terms)."
         )
-    if training and isinstance(weight, torch.Tensor) and weight.requires_grad:
+    if weight is not None and training and isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise ValueError(
             "`weight` of a Loss must not require a gradient, got one that does, which would be left out. Return "
             "Loss(value, weight=weight.detach()) if the weight is a constant. If it is to be learned, compute the "
             "weighted mean over the batch by a lockstep.BatchLoss."
         )
-    for name, pair in loss.metrics.items():
+    for name, pair in loss.metrics.items() if loss.metrics else ():
         if not _is_pair(pair):
             raise TypeError(
                 f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), such as (correct, count), got {pair!r}."

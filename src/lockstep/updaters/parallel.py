@@ -417,7 +417,7 @@ class ParallelUpdater(Updater):
         counts applied updates, if hooks of steps only change gradients, and if weights of losses are no tensors. You
         then wait where you read the result, `last_skipped`, `applied_updates`, `loss_scale` or `state_dict`.
         """
-        return self._parts.deferral.reason(tuple(self._training.optimizers))
+        return next(self._parts.deferral.reasons(tuple(self._training.optimizers)), None)
 
     def finalize(self) -> None:
         """Stop the replicas' threads and the iterators' workers; another update starts them again."""

@@ -12,7 +12,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.attempt import deferred
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized
 from tests.support.skipping import OnlyAfter, skipping, told
@@ -59,48 +58,27 @@ def with_an_expanded_buffer() -> nn.Module:
 
 OVER_RANKS = "the processes report every attempt to each other"
 WEIGHTS = "whether a shard takes part depends on a weight that is a tensor"
-ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
-    "on_overflow={!r} decides on the host whether there is another attempt": (
-        "on_overflow='retry' decides on the host whether there is another attempt",
-        lambda: updater_of(on_overflow="retry", on_exhausted="skip", max_tries=2),
+ALONE: dict[str, Callable[[], ls.ParallelUpdater]] = {
+    "on_overflow='retry' decides on the host whether there is another attempt": (
+        lambda: updater_of(on_overflow="retry", on_exhausted="skip", max_tries=2)
     ),
-    "{}": (
-        "AdamW has a hook of its step that may do more than change gradients",
-        lambda: updater_of(reads=True),
-    ),
-    "a scheduler counts applied updates on the host": (
-        "a scheduler counts applied updates on the host",
-        lambda: updater_of(scheduled=True),
-    ),
-    "{} does not override after_on_device": (
-        "OnlyAfter does not override after_on_device",
-        lambda: updater_of(loss_scale=OnlyAfter(8.0)),
-    ),
-    WEIGHTS: (WEIGHTS, lambda: updater_of(loss_fn=weighed)),
-    "the buffer {!r} is not a plain dense tensor": (
-        "the buffer 'odd' is not a plain dense tensor",
-        lambda: updater_of(model=with_an_expanded_buffer()),
-    ),
+    "AdamW has a hook of its step that may do more than change gradients": lambda: updater_of(reads=True),
+    "a scheduler counts applied updates on the host": lambda: updater_of(scheduled=True),
+    "OnlyAfter does not override after_on_device": lambda: updater_of(loss_scale=OnlyAfter(8.0)),
+    WEIGHTS: lambda: updater_of(loss_fn=weighed),
+    "the buffer 'odd' is not a plain dense tensor": lambda: updater_of(model=with_an_expanded_buffer()),
 }
-"""For each reason that a process alone can have: what it says, and an updater that has this reason only."""
+"""For each reason that a process alone can have an updater that has this reason only."""
 
 
-def test_each_reason_has_its_updater() -> None:
-    assert {*ALONE, OVER_RANKS} == set(deferred.SYNC_REASONS)
-
-
-@pytest.mark.parametrize("sentence", ALONE)
-def test_a_reason_is_given_and_without_it_there_is_none(sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, make = ALONE[sentence]
-    # What a loss function returns is known once it has been called.
-    expected = [None if sentence == WEIGHTS else said, said]
-    for reason in (expected, [None, None]):
-        with finalized(make()) as updater:
-            found = [updater.why_it_waits]
-            updater.update()
-            assert [*found, updater.why_it_waits] == reason
-        for reasons in (deferred.SYNC_REASONS, deferred.CHECK_REASONS):
-            monkeypatch.delitem(reasons, sentence, raising=False)
+@pytest.mark.parametrize("reason", ALONE)
+def test_each_reason_is_given_alone(reason: str) -> None:
+    with finalized(ALONE[reason]()) as updater:
+        # What a loss function returns is known once it has been called.
+        assert updater.why_it_waits == (None if reason == WEIGHTS else reason)
+        updater.update()
+        assert updater.why_it_waits == reason
+        assert list(updater._parts.deferral.reasons(("main",))) == [reason]
 
 
 def test_buffers_without_numbers_are_no_reason() -> None:

@@ -111,9 +111,9 @@ def test_a_step_function_that_raises_on_one_rank_takes_all_back(outcomes: Outcom
         ("seed", "`seed`"),
         ("shards", "`num_shards`"),
         ("precision", "`precision`"),
-        ("rate", "'lr' in group 0 of optimizer 'main'"),
-        ("dropout", "kind of module '1' of model 'main'"),
-        ("criterion", "`loss_fn`"),
+        ("rate", "`optimizer.lr`"),
+        ("dropout", "`code.model.1`"),
+        ("criterion", "`code.loss_fn`"),
         ("switch", "float32 matmul precision"),
     ],
 )

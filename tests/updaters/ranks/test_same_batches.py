@@ -65,7 +65,7 @@ def test_the_seed_of_an_iterator_is_named(outcomes: list[dict[str, Any]]) -> Non
     for each in outcomes:
         found = each["seed of an iterator"]
         assert found["kind"] == "DisagreementError"
-        assert "`seed` of iterator 'main' is 1338, not 1337" in found["message"]
+        assert "`data_seed` is 1338, not 1337" in found["message"]
 
 
 @pytest.mark.parametrize("program", ["sampler", "batch sampler", "sampler in a function"])

@@ -8,9 +8,12 @@ the shard.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +25,10 @@ from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.pool import ReplicaSet, cure_of, samples_text
 from lockstep.tree import Tensors
+
+GRADIENT_OF: Final = attrgetter("grad")
+CONSUME: Final = deque[object](maxlen=0).extend
+"""Runs an iterator to its end."""
 
 
 class ShardTask(Protocol):
@@ -137,10 +144,8 @@ class ShardRunner:
 
     def pop_gradients(self) -> Tensors:
         """Remove the gradients of the replica's parameters and return them, with None where backward did not reach."""
-        gradients: Tensors = []
-        for parameter in self.parameters:
-            gradients.append(parameter.grad)
-            parameter.grad = None
+        gradients: Tensors = list(map(GRADIENT_OF, self.parameters))
+        CONSUME(map(setattr, self.parameters, repeat("grad"), repeat(None)))
         return gradients
 
     def error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:

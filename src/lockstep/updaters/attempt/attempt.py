@@ -100,7 +100,7 @@ def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool
     return FiniteCheck(first_nonfinite(present))
 
 
-@dataclass(slots=True)
+@dataclass
 class Attempt:
     """One attempt at the gradient of some batches, which changes nothing of the training state.
 
@@ -144,31 +144,32 @@ class Attempt:
     first_scale: CurrentScale
     given_batches: Sequence[Any] = ()
     no_retry: bool = False
-    is_final: bool = False
     number: int = 1
     skipped_batches: int = 0
     previous_nonfinite: str | None = None
-    batches: Sequence[Any] = ()
-    sizes: Sequence[int] = ()
+    is_final: bool = field(default=False, init=False)
+    # Filled in by the stages. Those with a value here are not set by the constructor, which runs in every attempt.
+    batches: Sequence[Any] = field(init=False)
+    sizes: Sequence[int] = field(init=False)
     share: RankShare = field(init=False)
-    device_shards: DeviceShards = field(default_factory=list)
-    audit: Audit | None = None
-    refuted: bool = False
-    may_send_early: bool = True
+    device_shards: DeviceShards = field(init=False)
+    audit: Audit | None = field(default=None, init=False)
+    refuted: bool = field(default=False, init=False)
+    may_send_early: bool = field(default=True, init=False)
     gradient_context: GradientContext = field(init=False)
-    device_tasks: Sequence[DeviceGradientTask] = ()
-    gradients: Tensors = field(default_factory=list)
-    slices_are_finite: Sequence[bool | None] = ()
-    buffer_sums: Sequence[BufferSum] = ()
-    buffer_weight: int = 0
-    reports: Sequence[ShardReport] = ()
-    carried: Sequence[torch.Tensor] | None = None
-    complete: bool = True
-    overflow_check: OverflowCheck = FINITE
-    gradients_assigned: bool = False
-    replaced: OrderError | None = None
-    stream_position: list[torch.Tensor] | None = None
-    grad_norm: torch.Tensor | None = None
+    device_tasks: Sequence[DeviceGradientTask] = field(default=(), init=False)
+    gradients: Tensors = field(init=False)
+    slices_are_finite: Sequence[bool | None] = field(default=(), init=False)
+    buffer_sums: Sequence[BufferSum] = field(default=(), init=False)
+    buffer_weight: int = field(default=0, init=False)
+    reports: Sequence[ShardReport] = field(default=(), init=False)
+    carried: Sequence[torch.Tensor] | None = field(default=None, init=False)
+    complete: bool = field(default=True, init=False)
+    overflow_check: OverflowCheck = field(default=FINITE, init=False)
+    gradients_assigned: bool = field(default=False, init=False)
+    replaced: OrderError | None = field(default=None, init=False)
+    stream_position: list[torch.Tensor] | None = field(default=None, init=False)
+    grad_norm: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def consumed_batches(self) -> int:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
 
@@ -17,6 +17,7 @@ import torch
 from lockstep.errors import DeterminismWarning, FaultError
 from lockstep.integers import check_integer
 from lockstep.plan import Shard
+from lockstep.updaters.detectors import moved
 
 LOG = logging.getLogger("lockstep")
 
@@ -32,6 +33,9 @@ Seals: TypeAlias = "tuple[float | None, ...]"
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Sends a message to every rank, and returns the messages of all."""
 
+EXTENDED: Final = 3
+"""The number of first updates that are audited where a loss function refers to tensors outside of the model."""
+
 MAJORITY: Final = 2
 """The number of equal results by which others are known to be wrong."""
 
@@ -41,6 +45,19 @@ CAUSES: Final = (
     "or a kernel that is not deterministic (see lockstep.use_deterministic_kernels). The result of the run then "
     "depends on where shards are computed. `lockstep verify` names the operator, its line and the kind of the cause."
 )
+
+
+CURE: Final = (
+    "Such a value depends on which device and rank computes which shard, and in which order, changes again when an "
+    "update is repeated, and is not part of a saved state. Make a tensor a buffer of the model, or of a module that "
+    "you pass among several models: its new values are averaged over the shards. Or change it once per update: in the "
+    "criterion of a `BatchLoss`, which gets the outputs of all samples, or between updates, in an extension or a step "
+    "function. Pass what belongs to positions in the batch as `carried`. Call eval() of a network that is not trained, "
+    "such as a teacher. Draw random numbers from torch without `generator=`, from the streams of the shards, or from "
+    "a generator that the loss function creates: random.Random(torch.randint(2**31, ()).item())."
+)
+MOST_NAMES: Final = 3
+"""The number of names that a warning lists at most."""
 
 
 @dataclass(slots=True)
@@ -57,6 +74,8 @@ class Audit:
         compute: Computes the shard on a device of this process, and returns its checksums; None if it was left out.
         first: The checksums of the first computation, on the rank that makes it.
         again: The checksums of the second one.
+        states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
+        before: These states before the second computation.
         given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
         left: The checksums of averaged buffers after each shard, by name, where they are compared.
     """
@@ -68,6 +87,8 @@ class Audit:
     rank: int
     names: Sequence[str] = ()
     compute: Callable[[int], Seals | None] = field(init=False)
+    states: Callable[[], dict[str, object]] = dict
+    before: dict[str, object] = field(default_factory=dict)
     first: Seals | None = None
     again: Seals | None = None
     given: Any = None
@@ -75,6 +96,7 @@ class Audit:
 
     def run(self) -> None:
         """Compute the shard once more, if that is the task of this rank."""
+        self.before = self.states()
         if self.other[0] == self.rank:
             self.again = self.compute(self.other[1])
 
@@ -101,7 +123,7 @@ class Audit:
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
             found = self.compute(place[1]) if place[0] == self.rank else None
             votes.append((place, self._gather(found, exchange)))
-        return Finding.of(self, votes)
+        return replace(Finding.of(self, votes), moved=moved(self.before, self.states()))
 
     def _gather(self, own: Seals | None, exchange: Exchange | None) -> Seals | None:
         """Return the checksums that one of the ranks has."""
@@ -121,6 +143,7 @@ class Finding:
         wrong: The places whose results differ from those of the majority; empty if there is no majority.
         is_repeatable: Whether any two of the computations agree.
         computations: The number of computations.
+        moved: The names of generators, and of tensors beside the model, that moved in a computation.
     """
 
     audit: Audit
@@ -128,6 +151,7 @@ class Finding:
     wrong: Sequence[Place]
     is_repeatable: bool
     computations: int
+    moved: Sequence[str] = ()
 
     @classmethod
     def of(cls, audit: Audit, votes: Sequence[tuple[Place, Seals | None]]) -> Finding:
@@ -164,6 +188,14 @@ class Finding:
             return f"{start}: {places} computed other bits than the rest."
         one, other = (self.name_of(each, devices) for each in (audit.place, audit.other))
         return f"{start}: {one} and {other} each repeat their own result."
+
+    def cause(self) -> str:
+        """Return what is known of the cause, and the cure."""
+        if not self.moved:
+            return CAUSES
+        more = len(self.moved) - MOST_NAMES
+        names = ", ".join(self.moved[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        return f"While the shard was computed, this changed, which is no part of the model: {names}. {CURE}"
 
     def name_of(self, place: Place, devices: Sequence[torch.device]) -> str:
         """Return the name of a place for a message."""
@@ -213,10 +245,9 @@ class Auditor:
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False
         """Whether a dependency was warned of, after which a difference says nothing new."""
-        self.is_explained = False
-        """Whether another warning has named the cause of a dependency."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
+        self._start = self._end = 0
 
     def restart(self, update: int) -> None:
         """Audit the next update.
@@ -225,6 +256,15 @@ class Auditor:
             update: The number of updates that are done.
         """
         self.next = math.inf if self._every == 0 else update
+        self._start, self._end = update, update + 1
+
+    def extend(self, update: int) -> None:
+        """Audit the next updates as well, because what a loss function holds may move after the first one only.
+
+        Args:
+            update: The number of updates that are done.
+        """
+        self._end = update + EXTENDED
 
     def is_due(self, update: int) -> bool:
         """Return whether an update is audited, which is not before `next`.
@@ -233,7 +273,8 @@ class Auditor:
             update: The number of updates that are done.
         """
         if update > self.next:
-            self.next = -(-update // self._every) * self._every if self._every else math.inf
+            following = -(-update // self._every) * self._every if self._every else math.inf
+            self.next = update if update < self._end else following
         return update == self.next and not self.has_warned
 
     def is_followed(self, update: int) -> bool:
@@ -242,7 +283,7 @@ class Auditor:
         Args:
             update: The number of updates that are done before that other one.
         """
-        return bool(self._every) and (update + 1) % (self._every or 1) == 0
+        return update + 1 < self._start + EXTENDED or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
 
     def choose(
         self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True
@@ -280,9 +321,7 @@ class Auditor:
         """
         if self._every is None or not finding.is_repeatable:
             self.has_warned = True
-            if self.is_explained:
-                return False
-            warnings.warn(f"{finding.text(update, devices)} {CAUSES}", DeterminismWarning, stacklevel=2)
+            warnings.warn(f"{finding.text(update, devices)} {finding.cause()}", DeterminismWarning, stacklevel=2)
             return False
         error = finding.error(update, devices)
         if self._on_fault == "raise" or not finding.wrong or self._repeated == (update, computation):
@@ -291,6 +330,16 @@ class Auditor:
         self._repeated = update, computation
         LOG.warning("%s The update is repeated.", finding.text(update, devices))
         return True
+
+    def warn_of_outputs(self) -> None:
+        """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""
+        if self._every != 0 and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}",
+                DeterminismWarning,
+                stacklevel=2,
+            )
 
     def warn_of_buffers(self, left: dict[str, set[int]]) -> None:
         """Warn of averaged buffers that shards leave different values in.

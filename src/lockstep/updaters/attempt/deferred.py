@@ -2,17 +2,17 @@
 
 With ``on_overflow="skip"`` there is one attempt, whatever its gradient. Optimizers that accept a flag skip their step
 by it, buffers keep their values by it, and the loss scale and the number of applied updates follow it, all on the
-device. `SYNC_REASONS` lists what an update reads on the host all the same. The result is the same, bit for bit, as that
-of a run that reads the check.
+device. `Deferral.reasons` yields why an update reads something on the host all the same. The result is the same, bit
+for bit, as that of a run that reads the check.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -64,37 +64,6 @@ class DeferredCheck:
 OverflowCheck: TypeAlias = FiniteCheck | DeferredCheck
 
 
-Conditions: TypeAlias = dict[str, Callable[["Deferral", str], object]]
-"""Conditions by the sentence that names the reason; each is checked for every optimizer that steps.
-
-What a condition returns replaces the ``{}`` in its sentence.
-"""
-
-CHECK_REASONS: Final[Conditions] = {
-    "on_overflow={!r} decides on the host whether there is another attempt": lambda deferral, _: (
-        deferral.on_overflow != "skip" and deferral.on_overflow
-    ),
-    "the processes report every attempt to each other": lambda deferral, _: deferral.num_processes > 1,
-    "{}": lambda deferral, name: cannot_skip(deferral.training.optimizers[name], deferral.training.masters.get(name)),
-    "a scheduler counts applied updates on the host": lambda deferral, name: any(
-        each.optimizer is deferral.training.optimizers[name] for each in deferral.training.schedulers.values()
-    ),
-}
-"""The reasons for reading the overflow check, in the order in which they are checked."""
-
-# The order is that of the answer: the first reason that applies is the one the user is told.
-SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
-    "{} does not override after_on_device": lambda deferral, _: (
-        (policy := deferral.training.scale.scale_class).after_on_device is LossScale.after_on_device and policy.__name__
-    ),
-    "whether a shard takes part depends on a weight that is a tensor": lambda deferral, _: deferral.has_tensor_weights,
-    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable_buffer(
-        deferral.training.replicas.model
-    ),
-}
-"""All reasons for reading anything: those above, and others that apply where the check is deferred as well."""
-
-
 @dataclass(slots=True)
 class Deferral:
     """Decides whether the overflow check of an update is deferred.
@@ -113,19 +82,39 @@ class Deferral:
     has_tensor_weights: bool = False
     has_logged: bool = False
 
-    def reason(self, names: Names, conditions: Conditions = SYNC_REASONS) -> str | None:
-        """Return the first reason that applies to an update; None if none does.
+    def reasons_to_check(self, names: Names) -> Iterator[str]:
+        """Yield the reasons for which an update reads the overflow check on the host.
 
         Args:
             names: The optimizers that step.
-            conditions: The reasons to check.
         """
-        for sentence, condition in conditions.items():
-            for name in names:
-                found = condition(self, name)
-                if found:
-                    return sentence.format(found)
-        return None
+        if self.on_overflow != "skip":
+            yield f"on_overflow={self.on_overflow!r} decides on the host whether there is another attempt"
+        if self.num_processes > 1:
+            yield "the processes report every attempt to each other"
+        optimizers = [self.training.optimizers[name] for name in names]
+        for name, optimizer in zip(names, optimizers, strict=True):
+            reason = cannot_skip(optimizer, self.training.masters.get(name))
+            if reason:
+                yield reason
+        if any(each.optimizer in optimizers for each in self.training.schedulers.values()):
+            yield "a scheduler counts applied updates on the host"
+
+    def reasons(self, names: Names) -> Iterator[str]:
+        """Yield the reasons for which an update reads anything on the host; the user is told the first.
+
+        Args:
+            names: The optimizers that step.
+        """
+        yield from self.reasons_to_check(names)
+        policy = self.training.scale.scale_class
+        if policy.after_on_device is LossScale.after_on_device:
+            yield f"{policy.__name__} does not override after_on_device"
+        if self.has_tensor_weights:
+            yield "whether a shard takes part depends on a weight that is a tensor"
+        buffer = unpackable_buffer(self.training.replicas.model)
+        if buffer:
+            yield f"the buffer {buffer!r} is not a plain dense tensor"
 
     def defers(self, names: Names) -> bool:
         """Return whether the overflow check stays on the device; if it does not, log the reason once.
@@ -133,7 +122,7 @@ class Deferral:
         Args:
             names: The optimizers that step.
         """
-        reason = self.reason(names, CHECK_REASONS)
+        reason = next(self.reasons_to_check(names), None)
         if reason is not None and not self.has_logged:
             self.has_logged = True
             LOG.info("Every update reads whether its gradient is finite: %s.", reason)
@@ -146,4 +135,4 @@ class Deferral:
             check: The check of the gradient.
             names: The optimizers that step.
         """
-        return check if self.reason(names, CHECK_REASONS) is None else FiniteCheck(check.nonfinite)
+        return check if next(self.reasons_to_check(names), None) is None else FiniteCheck(check.nonfinite)

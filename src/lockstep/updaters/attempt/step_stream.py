@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.detectors import StepDraws
 
 
 class StepStream:
@@ -20,7 +21,7 @@ class StepStream:
         device: The device whose generator is seeded, beside that of the CPU.
         seed: The seed of the run.
         first_stream: Returns the position of the first stream of the current update.
-        watching: Returns a context in which a detector watches functions.
+        is_first: Returns whether the current update is one of the first, in which other generators are watched.
     """
 
     def __init__(
@@ -28,12 +29,13 @@ class StepStream:
         device: torch.device,
         seed: int,
         first_stream: Callable[[], int],
-        watching: Callable[[Sequence[object]], AbstractContextManager[None]],
+        is_first: Callable[[], bool],
     ) -> None:
         self._device = device
         self._seed = seed
         self._first_stream = first_stream
-        self._watching = watching
+        self._is_first = is_first
+        self._draws = StepDraws()
         self._is_open = False
 
     @contextmanager
@@ -42,10 +44,12 @@ class StepStream:
 
         Args:
             attempt: The attempt that draws; None for a step function.
-            functions: What may draw from another generator, which a detector watches in the first updates.
+            functions: What may draw from another generator.
         """
+        watched = self._is_first() and not self._draws.has_warned
+        watching = self._draws.watching(functions) if watched else nullcontext()
         if self._is_open:
-            with self._watching(functions):
+            with watching:
                 yield
             return
         # Not during a step function, which waits for other ranks.
@@ -60,7 +64,7 @@ class StepStream:
                 stream.resume(attempt.stream_position)
             self._is_open = True
             try:
-                with self._watching(functions):
+                with watching:
                     yield
             finally:
                 self._is_open = False

@@ -16,7 +16,6 @@ from lockstep.metrics import Observers, report
 from lockstep.replicas import (
     BufferRef,
     BufferRules,
-    ParameterWrites,
     ReplicaBuffers,
     ReplicaSet,
     ShardRunner,
@@ -94,7 +93,6 @@ class PreparedModel:
         like: Tensors with the shapes, dtypes and devices of the gradients.
         runners: The runner of each replica.
         observers: For each replica, the modules under the names that they report by.
-        writes: Refuses a model that writes to its parameters.
         has_large: Whether there are gradients that are added to the sums during backward.
     """
 
@@ -106,7 +104,6 @@ class PreparedModel:
     like: Sequence[torch.Tensor] = ()
     runners: Sequence[ShardRunner] = ()
     observers: Sequence[Observers] = ()
-    writes: ParameterWrites = field(default_factory=ParameterWrites)
     has_large: bool = False
 
     @classmethod
@@ -137,7 +134,6 @@ class PreparedModel:
             like,
             create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
-            ParameterWrites(replicas),
             any(map(can_be_merged, parameters)),
         )
 

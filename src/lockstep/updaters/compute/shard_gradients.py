@@ -34,7 +34,7 @@ FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
 
-@dataclass(slots=True)
+@dataclass
 class GradientContext:
     """What all shards of one attempt have in common, on whichever device they run.
 
@@ -71,18 +71,19 @@ class GradientContext:
     watch: Watch
     mean: bool = True
     weighted: bool = False
-    is_mixed: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
-    early_receiver: EarlySend | None = None
-    has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
-    is_first: bool = False
-    reads_buffers: bool = False
     merges: bool = True
-    inspected: int | None = None
-    foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
+    # Not set by the constructor, which runs in every attempt.
+    is_first: bool = field(default=False, init=False)
+    reads_buffers: bool = field(default=False, init=False)
+    inspected: int | None = field(default=None, init=False)
+    is_mixed: bool = field(default=False, init=False)
+    early_receiver: EarlySend | None = field(default=None, init=False)
+    has_tensor_weights: bool = field(default=False, init=False)
+    foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
@@ -90,12 +91,12 @@ class GradientContext:
         Backward of a mean over samples starts with the shard's share of them, and so computes the gradients of the mean
         over the batch.
         """
-        factor = self.loss_scale_factor
-        if self.num_samples is None or not self.mean:
-            return initial_gradient(loss.value, factor)
+        num_samples = self.num_samples
+        if num_samples is None or not self.mean:
+            return initial_gradient(loss.value, self.loss_scale_factor)
         if loss.weight is None and not self.weighted:
-            return initial_gradient(loss.value, factor, weight, self.num_samples)
-        return initial_gradient(loss.value, factor * (weight / self._divisor(own_weights=True)))
+            return initial_gradient(loss.value, self.loss_scale_factor, weight, num_samples)
+        return initial_gradient(loss.value, self.loss_scale_factor * (weight / self._divisor(own_weights=True)))
 
     def _divisor(self, *, own_weights: bool) -> int:
         """Return what weights are divided by before backward: the number of samples, which is the sum of the weights.
@@ -201,18 +202,38 @@ class DeviceGradientTask:
             context.has_tensor_weights = True
         # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
         early_receiver = context.early_receiver if shard is self.last else None
-        remaining_factor = self._backward(runner, shard, loss, weight, early_receiver) if weight > 0 else None
-        # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not run.
-        gradients = runner.pop_gradients()
-        sent_early = early_receiver is not None and early_receiver.finish(gradients)
         if weight > 0:
-            if not sent_early and (remaining_factor is not None or context.precision.held_dtype is not None):
-                self._finish_gradients(gradients, remaining_factor)
-            # The name "loss" belongs to the loss of the update, which is recorded below.
+            # The name "loss" belongs to the loss of the update, which is recorded beside the others.
             reported.pairs.pop("loss", None)
             metrics = reported.pairs | metric_pairs(loss) if loss.metrics else reported.pairs
             report = ShardReport(shard.index, weight, loss.value.detach(), metrics, loss.weight is not None)
-            self._add(runner, shard, report, gradients, sent_early=sent_early)
+            self._add(runner, shard, loss, report, early_receiver)
+        elif early_receiver is not None:
+            # It must learn that backward did not run.
+            early_receiver.finish(runner.pop_gradients())
+
+    def _add(
+        self, runner: ShardRunner, shard: Shard, loss: Loss, report: ShardReport, early_receiver: EarlySend | None
+    ) -> None:
+        """Run backward, and add the gradients, buffers and report of a shard to the sums of the device."""
+        context = self.context
+        remaining_factor = self._backward(runner, shard, loss, report.weight, early_receiver)
+        gradients = runner.pop_gradients()
+        if early_receiver is None or not early_receiver.finish(gradients):
+            if remaining_factor is not None or context.precision.held_dtype is not None:
+                self._finish_gradients(gradients, remaining_factor)
+            early_receiver = None
+        # Before the push, which adds to the gradients in place.
+        if context.inspect_shard is not None:
+            context.inspect_shard(shard, gradients, report)
+        if early_receiver is None:
+            self.gradients.push(shard.index, gradients)
+        # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
+        weight = 1 if context.num_samples is None else len(shard.samples)
+        if runner.buffers.entries:
+            runner.buffers.collect(shard.index, weight, self.buffer_sum)
+        self.buffer_weight += weight
+        self.reports.append(report)
 
     def _backward(
         self,
@@ -227,14 +248,15 @@ class DeviceGradientTask:
         Returns:
             The factor by which the gradients have still to be multiplied; None if there is none.
         """
-        initial, remaining_factor = self.context.initial_gradient(loss, weight)
-        self.context.watch.phase = BACKWARD
+        context = self.context
+        initial, remaining_factor = context.initial_gradient(loss, weight)
+        context.watch.phase = BACKWARD
         # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
         # stop.
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:
-            merge = self._merge(shard) if self.context.merges and remaining_factor is None else None
+            merge = self._merge(shard) if context.merges and remaining_factor is None else None
             if merge is None:
                 runner.backward(shard, (loss.value,), (initial,))
                 return remaining_factor
@@ -261,23 +283,6 @@ class DeviceGradientTask:
             gradients[:] = [None if gradient is None else gradient.float() for gradient in gradients]
         if remaining_factor is not None:
             multiply_(gradients, remaining_factor)
-
-    def _add(
-        self, runner: ShardRunner, shard: Shard, report: ShardReport, gradients: Tensors, *, sent_early: bool
-    ) -> None:
-        """Add the gradients, buffers and report of a shard to the sums of the device."""
-        context = self.context
-        # Before the push, which adds to the gradients in place.
-        if context.inspect_shard is not None:
-            context.inspect_shard(shard, gradients, report)
-        if not sent_early:
-            self.gradients.push(shard.index, gradients)
-        # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
-        weight = 1 if context.num_samples is None else len(shard.samples)
-        if runner.buffers.entries:
-            runner.buffers.collect(shard.index, weight, self.buffer_sum)
-        self.buffer_weight += weight
-        self.reports.append(report)
 
 
 ShardFunction = Callable[[int, Any], Any]

@@ -1,7 +1,7 @@
-"""Notice in the first updates what makes a result depend on where shards are computed."""
+"""Find what functions refer to outside of the model: tensors and random generators, which may move."""
 
-from lockstep.updaters.detectors.first_updates import FirstUpdates as FirstUpdates
-from lockstep.updaters.detectors.outside_state import LOSSES as LOSSES, OutsideState as OutsideState
+from lockstep.updaters.detectors.draws import StepDraws as StepDraws, moved as moved
+from lockstep.updaters.detectors.outside import LOSSES as LOSSES, outside_tensors as outside_tensors, states as states
 from lockstep.updaters.detectors.references import (
     attributes as attributes,
     compares_objects as compares_objects,

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import partial
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from lockstep._version import __version__
 from lockstep.communicators import Communicator, StateComparer, check_fields, compare, kernel_class, self_test
-from lockstep.data import BatchIterator, Iterator as BatchSource, Parts
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
-from lockstep.updaters.detectors import OutsideState
+from lockstep.updaters.detectors import outside_tensors
 from lockstep.updaters.ranks.same_code import check_code, describe_code
 from lockstep.updaters.setup import Recipe
-from lockstep.updaters.state import TrainingState, code_text, module_text
+from lockstep.updaters.state import TrainingState, recipe_fields
 
 LOG = logging.getLogger("lockstep")
 
@@ -138,8 +131,7 @@ class RankConsistency:
     def _outside(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name that the model and the loss function hold beside what is trained."""
         model = self._training.replicas.model
-        states = OutsideState(model, ()), OutsideState(self._recipe.loss_fn, [model])
-        named = {name: value.held for state in states for name, value in state.values.items()}
+        named = outside_tensors(model, ()) | outside_tensors(self._recipe.loss_fn, [model])
         known = {id(each) for each in (*named.values(), *self._training.tensors().values())}
         for index, tensor in enumerate(held_tensors(model)):
             if id(tensor) not in known:
@@ -157,75 +149,18 @@ Fields = dict[str, str]
 
 
 def describe_run(training: TrainingState, recipe: Recipe) -> Fields:
-    """Describe the current state of a run, for comparison between ranks.
+    """Describe the current state of a run, for comparison between ranks: its recipe, and how far it has come.
 
     Args:
         training: The training state.
         recipe: The arguments of the updater.
     """
-    return {
-        "lockstep": __version__,
-        **{f"`{each.name}`": _stable_text(getattr(recipe, each.name)) for each in fields(recipe)},
-        "loss scale": f"{type(training.loss_scale).__name__} {training.loss_scale.state_dict()}",
-        "number of updates": f"{training.iteration}",
-        **_joined("model", training.models, _model_fields),
-        **_joined("optimizer", training.optimizers, _optimizer_fields),
-        **_joined("iterator", training.iterators, _iterator_fields),
-        **_joined("scheduler", training.schedulers, _kind_field),
-    }
-
-
-def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
-    """Combine the descriptions of several objects of one kind; each field names its object."""
-    return {f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)}
-
-
-def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for path, module in model.named_modules():
-        yield f"kind of module {path!r}", f"{module_text(module)}{'' if module.training else ' (eval)'}"
-    for name, parameter in model.named_parameters():
-        trained = "" if parameter.requires_grad else " (frozen)"
-        yield f"parameter {name!r}", f"{_shape(parameter)}{trained}"
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name!r}", _shape(buffer)
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "of unknown shape" if is_lazy(tensor) else f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    yield from _kind_field(optimizer)
-    for index, group in enumerate(optimizer.param_groups):
-        yield f"number of parameters in group {index}", f"{len(group['params'])}"
-        for key in sorted(group.keys() - {"params"}):
-            yield f"{key!r} in group {index}", _stable_text(group[key])
-
-
-def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
-    yield from _kind_field(iterator)
-    yield "epoch", f"{iterator.epoch_detail}"
-    if isinstance(iterator, BatchIterator):
-        yield "number of samples", f"{len(iterator.dataset)}"
-        for name in ("batch_size", "shuffle", "repeat", "last_batch", "seed", "sample_streams"):
-            yield f"`{name}`", f"{vars(iterator)[name]!r}"
-        if isinstance(iterator.dataset, Parts):
-            yield "blocks and sections of `data.Parts`", iterator.dataset.fingerprint()
-
-
-def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
-    return [("kind", type(thing).__name__)]
-
-
-def _stable_text(value: object) -> str:
-    """Convert a value to text that is equal for equal values in every process, without memory addresses."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.tolist()}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_stable_text, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_stable_text(each)}' for key, each in value.items())}}}"
-    # The options of a partial may differ, such as the device of a rank.
-    return type(value).__name__ if isinstance(value, partial) else str(code_text(value))
+    now = training.current_settings()
+    described = recipe_fields(recipe, now, training.models, num_shards=recipe.num_shards or 0)
+    described |= {"max_skipped": recipe.max_skipped, "loss_scale state": training.loss_scale.state_dict()}
+    described |= {f"epoch of iterator {name!r}": each.epoch_detail for name, each in training.iterators.items()}
+    for name, model in training.models.items():
+        evaluating = [path for path, module in model.named_modules() if not module.training]
+        described[f"modules of {name!r} in evaluation mode"] = evaluating
+    texts = {f"`{name}`": repr(value) for name, value in described.items()}
+    return {"number of updates": str(training.iteration), **texts}

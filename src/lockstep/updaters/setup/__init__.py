@@ -7,7 +7,6 @@ from lockstep.updaters.setup.accumulation import (
     most_batches as most_batches,
 )
 from lockstep.updaters.setup.batches import (
-    Change as Change,
     Conversion as Conversion,
     Converter as Converter,
     DeviceShards as DeviceShards,
@@ -15,6 +14,7 @@ from lockstep.updaters.setup.batches import (
     changes as changes,
     check_whole as check_whole,
     copied as copied,
+    may_draw as may_draw,
     read_batches as read_batches,
     write_back as write_back,
 )

@@ -7,9 +7,8 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -79,6 +78,15 @@ def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
     finally:
         STOP.waits = False
     return batches
+
+
+def may_draw(batches: Sequence[Any]) -> bool:
+    """Return whether samples may draw from generators that an audit must not move, so that they are not read again.
+
+    Args:
+        batches: The batches.
+    """
+    return any(type(batch) is Samples and batch.may_draw for batch in batches)
 
 
 def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
@@ -252,41 +260,34 @@ class Conversion:
             # Other updaters seed the default generator for their shards while they hold this lock.
             with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as opened:
                 return self.shards(batches, shards_by_device, devices, first, opened)
-        own = {
-            each: copied(each)
-            for batch in batches
-            if type(batch) is not Samples
-            for each in nest.tensors(batch)
-            # Tensors elsewhere are copied to the devices in any case.
-            if each.device in devices
-        }
-        return [
-            [
-                (
-                    shard,
-                    self._converted(batch, shard, device, first, stream)
-                    if type(batch := batches[shard.batch]) is Samples
-                    else self._cut(batch, shard, device, own),
-                )
-                for shard in run
-            ]
-            for run, device in zip(shards_by_device, devices, strict=True)
-        ]
+        tensors = [] if batches and type(batches[0]) is Samples else nest.tensors(list(batches))
+        # Tensors elsewhere are copied to the devices in any case.
+        own = {each: copied(each) for each in tensors if each.device in devices}
+        device_shards: DeviceShards = []
+        for run, device in zip(shards_by_device, devices, strict=True):
+            given: list[tuple[Shard, Any]] = []
+            device_shards.append(given)
+            for shard in run:
+                batch = batches[shard.batch]
+                if type(batch) is Samples:
+                    part = shard.samples
+                    samples = batch if len(part) == len(batch.indices) else batch[part.start : part.stop : part.step]
+                    if stream is not None:
+                        self._seed_generators(stream, samples, first + shard.index)
+                    given.append((shard, self._converter(samples, device)))
+                else:
+                    given.append((shard, self._cut(batch, shard, device, own)))
+        return device_shards
 
-    def _converted(
-        self, batch: Samples, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None
-    ) -> Any:
-        """Return the samples of one shard as tensors."""
-        samples = batch[shard.samples.start : shard.samples.stop : shard.samples.step]
-        if stream is not None:
-            # The indices tell several batches of an update apart; a batch that is converted again is the same.
-            seed = stream_seed(self._seed + crc32(array("q", samples.indices)), first + shard.index)
-            stream.seed(seed)
-            random.seed(seed)
-            # What draws from NumPy has imported it.
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed)
-        return self._converter(samples, device)
+    def _seed_generators(self, stream: DefaultStream, samples: Samples, position: int) -> None:
+        """Seed the generators for the conversion of some samples."""
+        # The indices tell several batches of an update apart; a batch that is converted again is the same.
+        seed = stream_seed(self._seed + crc32(array("q", samples.indices)), position)
+        stream.seed(seed)
+        random.seed(seed)
+        # What draws from NumPy has imported it.
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, own: Mapping[torch.Tensor, torch.Tensor]) -> Any:
         """Return the tensors of one shard: views of copies, or copies of these if its samples are not adjacent.
@@ -378,8 +379,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return room.as_strided(tensor.shape, tensor.stride(), start)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A tensor of a shard that was changed in place.
 
     Attributes:

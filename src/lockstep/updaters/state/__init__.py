@@ -16,8 +16,6 @@ from lockstep.updaters.state.recipe_fields import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
     RecipeFields as RecipeFields,
-    code_text as code_text,
-    module_text as module_text,
     name_of as name_of,
     recipe_fields as recipe_fields,
 )

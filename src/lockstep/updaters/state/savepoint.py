@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.optim import StatefulHook, without_pre_hooks
 from lockstep.precision import MasterWeights
+from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.sharding import ShardedState
 
 
@@ -28,6 +29,7 @@ class Savepoint:
         stateful: The learning rate schedulers, and the hooks of steps with a state.
         masters: The float32 master weights of parameters in half precision.
         sharded: The state of optimizers that is shared out over ranks, of which this rank copies its part.
+        carried: The values that are carried from batch to batch, which steps replace and do not change; None for none.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class Savepoint:
         stateful: Iterable[LRScheduler | StatefulHook],
         masters: Iterable[MasterWeights] = (),
         sharded: Iterable[ShardedState] = (),
+        *,
+        carried: CarriedValues | None = None,
     ) -> None:
+        self._carried = None if carried is None else (carried, carried.current)
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
         self._sharded = [(each, copy_state(each.own_state())) for each in sharded]
@@ -72,6 +77,9 @@ class Savepoint:
             each.load_state_dict(state)
         for masters, values in self._masters:
             masters.load_masters(values)
+        if self._carried is not None:
+            carried, current = self._carried
+            carried.current = current
 
 
 def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -59,7 +59,11 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
-        self.settings = settings_of(
+        self.settings = self.current_settings()
+
+    def current_settings(self) -> RecipeFields:
+        """Describe the settings of the parts as they are now."""
+        return settings_of(
             self.scale.value,
             models=self.models,
             iterators=self.iterators,
@@ -210,7 +214,9 @@ class TrainingState:
         """Copy everything that steps may change."""
         stateful = [*self.schedulers.values(), *self.step_hooks().values()]
         masters, sharded = self._all_masters(), self.sharded.values()
-        return Savepoint(self.replicas.model, self.optimizers.values(), stateful, masters, sharded)
+        return Savepoint(
+            self.replicas.model, self.optimizers.values(), stateful, masters, sharded, carried=self.carried
+        )
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

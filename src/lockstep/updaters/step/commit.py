@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, eq, methodcaller
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -20,12 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.precision import ChangesOnlyGradients
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
+from lockstep.tree import Tensors
 from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
 from lockstep.updaters.step.checks import (
+    CONSUME,
     GRADIENT_OF,
+    PRESENT,
     USED_VERSION,
     VERSION_OF,
     check_no_unused_gradients,
@@ -127,6 +131,18 @@ class OwnSteps:
 
 
 BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")
+FORM_OF: Final = attrgetter("dtype", "layout")
+STRIDES_OF: Final = methodcaller("stride")
+
+
+def _fit(parameters: Sequence[nn.Parameter], gradients: Tensors) -> bool:
+    """Return whether each parameter has a gradient that can be assigned as it is."""
+    return (
+        all(map(PRESENT, gradients))
+        and not any(map(BACKWARD_HOOKS_OF, parameters))
+        and all(map(eq, map(FORM_OF, gradients), map(FORM_OF, parameters)))
+        and all(map(eq, map(STRIDES_OF, gradients), map(STRIDES_OF, parameters)))
+    )
 
 
 class Committer:
@@ -163,14 +179,12 @@ class Committer:
             name: OptimizerStep(each, training.masters.get(name), norms.get(name), shared.get(name))
             for name, each in training.optimizers.items()
         }
-        self.stream = StepStream(
-            engine.replicas.devices[0],
-            engine.recipe.seed,
-            engine.first_stream,
-            lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
-        )
+        self.stream = StepStream(engine.replicas.devices[0], recipe.seed, engine.first_stream, lambda: engine.is_first)
         self.own_steps = OwnSteps()
-        self._epoch_listeners = EpochListeners(training.optimizers if recipe.auto_new_epoch else {})
+        optimizers = training.optimizers.values() if recipe.auto_new_epoch else ()
+        self._counting = [each for each in optimizers if isinstance(each, CountsEpochs)]
+        for optimizer in self._counting:
+            optimizer.use_auto_new_epoch = True
 
     def assign_gradients(self, attempt: Attempt) -> None:
         """Store the gradients of an attempt where optimizers read them.
@@ -181,7 +195,10 @@ class Committer:
         for each in self._training.masters.values():
             each.refresh()
         parameters = self._engine.prepared.parameters
-        if any(map(BACKWARD_HOOKS_OF, parameters)):
+        if attempt.request.wanted is None and not self._training.masters and _fit(parameters, attempt.gradients):
+            CONSUME(map(setattr, parameters, repeat("grad"), attempt.gradients))
+            CONSUME(map(setattr, self._engine.prepared.frozen, repeat("grad"), repeat(None)))
+        elif any(map(BACKWARD_HOOKS_OF, parameters)):
             hooks = [hook for parameter in parameters for hook in (parameter._backward_hooks or {}).values()]
             with self.stream.opened(attempt, hooks):
                 self._assign(attempt)
@@ -252,54 +269,42 @@ class Committer:
         """
         if self._training.masters and not attempt.gradients_assigned:
             self.check_no_unused_gradients(attempt.request.wanted)
+        savepoint = None
         try:
             if not attempt.gradients_assigned:
                 self.assign_gradients(attempt)
             if attempt.overflow_check is not FINITE:
                 self.note(names, attempt)
             if len(names) > 1:
-                return self._commit_several(names, attempt, settings, consumed)
+                # One optimizer cannot take its step back, so the state is copied first. A single one saves this copy.
+                savepoint = self._training.save()
             applied = attempt.applied
             late_errors = [] if applied is False else self._apply(names, attempt, settings)
-            late_errors += self._count(applied, consumed)
+            if savepoint is None:
+                late_errors += self._count(applied, consumed)
+            else:
+                _raise_first(late_errors)
+                self.count_or_undo(applied, consumed)
             # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
             self._training.scale = attempt.next_scale(self._training.scale)
         except BaseException:
+            if savepoint is not None:
+                savepoint.restore()
             self.mark_gradients_used()
             raise
-        for error in late_errors:
-            raise error
+        _raise_first(late_errors)
         return attempt.result(applied=applied)
 
     def mark_gradients_used(self) -> None:
         """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
         parameters = self._engine.prepared.parameters
         self._engine.used_at = dict(zip(map(id, parameters), map(VERSION_OF, parameters), strict=True))
-        for gradient in map(GRADIENT_OF, parameters):
-            if gradient is not None:
-                gradient.__dict__[USED_VERSION] = gradient._version
+        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
+        CONSUME(map(setattr, gradients, repeat(USED_VERSION), map(VERSION_OF, gradients)))
         for masters in self._training.masters.values():
             masters.drop_gradients()
         if self.own_steps.left:
             self.own_steps.begin(self._training.optimizers.values())
-
-    def _commit_several(
-        self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
-    ) -> UpdateResult:
-        """Step several optimizers: all of them, or none if an exception is raised."""
-        # One optimizer cannot take its step back, so the state is copied first. A single optimizer saves this copy.
-        savepoint, applied = self._training.save(), attempt.applied
-        carried = self._training.carried
-        before = None if carried is None else carried.current
-        try:
-            _raise_first([] if applied is False else self._apply(names, attempt, settings))
-            self.count_or_undo(applied, consumed)
-        except BaseException:
-            savepoint.restore()
-            self._training.keep_carried(before, unless=None)
-            raise
-        self._training.scale = attempt.next_scale(self._training.scale)
-        return attempt.result(applied=applied)
 
     def step(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> bool | torch.Tensor:
         """Step without counting, and raise errors of user code at once.
@@ -442,9 +447,13 @@ class Committer:
             except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
                 late_errors.append(error)
         new_epochs = iterator.epoch - previous_epoch
-        if new_epochs and training.carried is not None:
-            training.carried.start_epoch()
-        return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
+        if new_epochs:
+            if training.carried is not None:
+                training.carried.start_epoch()
+            for optimizer in self._counting:
+                for _ in range(new_epochs):
+                    late_errors += collect_error(partial(optimizer.new_epoch, auto=True))
+        return late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
         """Count an update, or count nothing and raise what user code raised.
@@ -499,31 +508,6 @@ class CountsEpochs(Protocol):
         Args:
             auto: Whether an updater is calling.
         """
-
-
-class EpochListeners:
-    """The optimizers that are notified when an epoch begins.
-
-    Args:
-        optimizers: The optimizers by name. Those that count epochs are notified, from now on only by this object.
-    """
-
-    def __init__(self, optimizers: Mapping[str, object]) -> None:
-        counting = [each for each in optimizers.values() if isinstance(each, CountsEpochs)]
-        for optimizer in counting:
-            optimizer.use_auto_new_epoch = True
-        self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
-
-    def notify(self, epochs: int) -> list[BaseException]:
-        """Notify all listeners of new epochs.
-
-        Args:
-            epochs: The number of epochs that have begun.
-
-        Returns:
-            The errors that they raised. All listeners have been called nevertheless.
-        """
-        return [error for _ in range(epochs) for call in self._calls for error in collect_error(call)]
 
 
 def collect_error(call: Callable[[], object]) -> list[BaseException]:

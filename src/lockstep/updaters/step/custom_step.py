@@ -28,8 +28,6 @@ class CustomStepState:
     Attributes:
         context: The state of the calling thread.
         consumed: The number of batches taken from each iterator, by name.
-        pending: The gradients that no optimizer has stepped by yet, by the optimizers they are for.
-        computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
         changed: What the shards of each gradient have changed in batches, with its former values.
@@ -38,8 +36,6 @@ class CustomStepState:
 
     context: UpdateContext
     consumed: Counter[str]
-    pending: dict[Names, Attempt] = field(default_factory=dict)
-    computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
     changed: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
@@ -80,16 +76,10 @@ class CustomStep:
     """
 
     def __init__(self, parts: Parts, default_request: GradientRequest) -> None:
-        self._engine = parts.engine
-        self._training = parts.training
-        self._coordinator = parts.coordinator
-        self._networks = parts.networks
-        self._retry = parts.retry
-        self._committer = parts.committer
+        self._parts = parts
+        self._engine, self._training = parts.engine, parts.training
+        self._coordinator, self._committer = parts.coordinator, parts.committer
         self._default_request = default_request
-        self._communicator = parts.communicator
-        self._has_ranks = parts.communicator.size > 1
-        self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
         self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
@@ -138,7 +128,7 @@ class CustomStep:
                 state.undo_change()
             raise
         finally:
-            self.state = None
+            self.state, self._pending = None, {}
         return state.result(scale, training.optimizers)
 
     def compute(
@@ -146,7 +136,8 @@ class CustomStep:
     ) -> UpdateResult:
         """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
-        if loss_fn is None and not self._has_loss:
+        networks = self._parts.networks
+        if loss_fn is None and self._parts.recipe.loss_fn is None and networks.several:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         if isinstance(buffers_of, str):
             raise TypeError(
@@ -154,7 +145,7 @@ class CustomStep:
             )
         for network in buffers_of or ():
             look_up(network, self._training.models)
-        loss_fn = self._default_request.loss_fn if loss_fn is None else self._networks.loss_fn(loss_fn)
+        loss_fn = self._default_request.loss_fn if loss_fn is None else networks.loss_fn(loss_fn)
         request = replace(
             self._default_request,
             loss_fn=loss_fn,
@@ -164,29 +155,26 @@ class CustomStep:
         )
         state = self.state
         unused = self._unused_gradient(request.wanted)
-        if state is not None:
-            request = replace(request, computation=state.computations, taken=tuple(state.described))
-            attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
-            attempt.replaced = unused
-            state.computations += 1
-            state.pending[names] = attempt
-            result = attempt.result(applied=False)
-            state.results.append((names, result))
-            return result
-        previous = self._pending.get(names)
-        # A gradient that replaces one for the same optimizers uses the same random streams again.
-        computation = len(self._pending) if previous is None else previous.request.computation
-        self._coordinator.start_update()
-        with UpdateContext(self._training.replicas) as context:
-            request = replace(request, computation=computation)
-            attempt = self._final_attempt(request, names, batch, context, no_retry=True)
+        if state is None:
+            previous = self._pending.get(names)
+            # A gradient that replaces one for the same optimizers uses the same random streams again.
+            number = len(self._pending) if previous is None else previous.request.computation
+            self._coordinator.start_update()
+            with UpdateContext(self._training.replicas) as context:
+                attempt = self._final_attempt(replace(request, computation=number), names, batch, context)
+        else:
+            request = replace(request, computation=len(state.results), taken=tuple(state.described))
+            attempt = self._final_attempt(request, names, batch, state.context)
         attempt.replaced = unused
         self._pending[names] = attempt
-        return attempt.result(applied=False)
+        result = attempt.result(applied=False)
+        if state is not None:
+            state.results.append((names, result))
+        return result
 
     def _unused_gradient(self, wanted: Collection[int] | None) -> OrderError | None:
         """Return the error for a gradient that the next one replaces, to be raised if that one is stepped by."""
-        if self._pending if self.state is None else self.state.pending:
+        if self._pending:
             try:
                 self._committer.check_no_unused_gradients(wanted)
             except OrderError as error:
@@ -194,13 +182,30 @@ class CustomStep:
                 return error
         return None
 
-    def _final_attempt(
-        self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
-    ) -> Attempt:
+    def _final_attempt(self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext) -> Attempt:
         """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
+        gathered, engine = None, self._engine
         if isinstance(request.loss_fn, BatchLoss):
-            request = self._gather(request, request.loss_fn, batch, context)
-        engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
+            gathered = GatheredBatch(request.loss_fn, engine.replicas.model, compares=engine.is_first)
+            scale = self._training.scale
+            asked = replace(request, shard_loss=gathered.collect, gathers=True)
+            self._run(Attempt(asked, scale, scale, given_batches=[batch], no_retry=True), context)
+            with self._coordinator.reporting_errors():
+                gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])
+            request = replace(request, shard_loss=gathered.shard_loss)
+        first = self._parts.retry.first_attempt(request, names, [batch], no_retry=self.state is None)
+        attempt = self._run(first, context)
+        if gathered is not None and gathered.differs:
+            engine.auditor.warn_of_outputs()
+        self._committer.assign_gradients(attempt)
+        changed = engine.keep_changes(attempt)
+        if self.state is not None:
+            self.state.changed.append(changed)
+        return attempt
+
+    def _run(self, attempt: Attempt, context: UpdateContext) -> Attempt:
+        """Run one attempt after another until one is final."""
+        engine = self._engine
         while not attempt.is_final:
             with self._coordinator.reporting_errors():
                 context.interrupts.check()
@@ -209,31 +214,8 @@ class CustomStep:
                 engine.compute(attempt, context)
                 engine.reduce(attempt, context)
                 engine.check(attempt)
-            attempt = self._retry.next_attempt(attempt)
-        self._committer.assign_gradients(attempt)
-        changed = engine.keep_changes(attempt)
-        if self.state is not None:
-            self.state.changed.append(changed)
+            attempt = self._parts.retry.next_attempt(attempt)
         return attempt
-
-    def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
-        """Compute a loss over the whole batch, and return the request with its gradient for each shard."""
-        engine, scale = self._engine, self._training.scale
-        gathered = GatheredBatch(loss, engine.replicas.model)
-        asked = replace(request, shard_loss=gathered.collect, gathers=True)
-        attempt = Attempt(asked, scale, scale, given_batches=[batch])
-        attempt.complete = False
-        # Again after an interrupt whose handler returned.
-        while not attempt.complete:
-            with self._coordinator.reporting_errors():
-                context.interrupts.check()
-                engine.take(attempt)
-                engine.plan(attempt, context)
-                engine.compute(attempt, context)
-                engine.reduce(attempt, context)
-        with self._coordinator.reporting_errors():
-            gathered.differentiate(self._communicator, engine.replicas.devices[0])
-        return replace(request, shard_loss=gathered.shard_loss)
 
     def apply(self, optimizer: str | None) -> UpdateResult:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
@@ -253,11 +235,11 @@ class CustomStep:
                         "gradients again. Call `update` instead, or pass `step_fn`."
                     )
             self._coordinator.check_process()
-            attempt = _pop(self._pending, names)
+            attempt = self._pop(names)
             with UpdateContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
                 return self._committer.commit(names, attempt, context.settings, consumed={})
-        attempt = _pop(state.pending, names)
+        attempt = self._pop(names)
         state.context.interrupts.check()
         if names[0] in self._with_closure:
             attempt = self._step_with_closure(names[0], attempt, state)
@@ -297,7 +279,7 @@ class CustomStep:
                 batch, context = attempt.given_batches[0], state.context
                 self._committer.mark_gradients_used()
                 state.undo_change()
-                now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
+                now = self._final_attempt(attempt.request, (name,), batch, context)
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):
                 raise _NotFinite(now)
@@ -315,6 +297,17 @@ class CustomStep:
             attempt = end.attempt
             self._committer.note((name,), attempt)
         return attempt
+
+    def _pop(self, names: Names) -> Attempt:
+        """Return the gradient for some optimizers and forget it; raise an OrderError if there is none to step by."""
+        if names not in self._pending:
+            raise OrderError(
+                "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
+            )
+        attempt = self._pending[names]
+        if attempt.replaced is not None:
+            raise attempt.replaced
+        return self._pending.pop(names)
 
     def forget_gradients(self) -> None:
         """Forget gradients that were computed but not applied."""
@@ -341,7 +334,7 @@ class CustomStep:
 
     def _describe(self, batch: Any, name: str) -> None:
         """Describe a batch that was taken from an iterator, if there are other ranks to compare it with."""
-        if self._has_ranks and self.state is not None:
+        if self._parts.communicator.size > 1 and self.state is not None:
             self.state.described.append(describe_batch(batch, name, self._training.iteration))
 
     def _running(self) -> CustomStepState:
@@ -356,18 +349,6 @@ class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()
         self.attempt = attempt
-
-
-def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
-    """Return the gradient for some optimizers and forget it; raise an OrderError if there is none to step by."""
-    if names not in pending:
-        raise OrderError(
-            "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
-        )
-    attempt = pending[names]
-    if attempt.replaced is not None:
-        raise attempt.replaced
-    return pending.pop(names)
 
 
 def _merge_results(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -25,10 +26,20 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
     is_averaged_silently,
+    refusing_writes,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.attempt import Attempt, Audit, Auditor, Exchange, Seals, UpdateContext, check_finite
+from lockstep.updaters.attempt import (
+    Attempt,
+    Audit,
+    Auditor,
+    Exchange,
+    GradientRequest,
+    Seals,
+    UpdateContext,
+    check_finite,
+)
 from lockstep.updaters.compute import (
     Clock,
     DeviceGradientTask,
@@ -41,12 +52,11 @@ from lockstep.updaters.compute import (
     without_gradients,
     workloads_of,
 )
-from lockstep.updaters.detectors import FirstUpdates
+from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup import (
     MAIN,
-    Change,
     Conversion,
     Recipe,
     batch_size,
@@ -54,14 +64,18 @@ from lockstep.updaters.setup import (
     changes,
     check_whole,
     copied,
+    may_draw,
     most_batches,
     read_batches,
     write_back,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
+    CONSUME,
     GRADIENT_OF,
+    PRESENT,
     USED_VERSION,
+    VERSION_OF,
     check_first_shards,
     check_no_unused_gradients,
     check_reached,
@@ -69,6 +83,9 @@ from lockstep.updaters.step.checks import (
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
+ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
+CHECKED_UPDATES: Final = 3
+"""The number of updates that are checked after an updater was built or a state was loaded."""
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -90,7 +107,7 @@ class GradientEngine:
         ranks: The reduction over ranks; None for a single process.
         watch: Where this process records what it is doing.
         clock: Measures times while something wants to know them, and is the watch then.
-        first_updates: Watches the first updates for what they should not do.
+        auditor: Chooses the shards that are computed twice.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
         conversion: Creates the tensors of shards.
     """
@@ -126,15 +143,20 @@ class GradientEngine:
         """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self.first_updates = FirstUpdates()
-        self._auditor = auditor
+        self.auditor = auditor
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
-        self.first_updates.restart(self.training.iteration)
-        self._auditor.restart(self.training.iteration)
+        self._start = self.training.iteration
+        self._checked_until = self._start + CHECKED_UPDATES
+        self.auditor.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next update is one of the first, in which there are more checks."""
+        return self.training.iteration < self._checked_until
 
     def take(self, attempt: Attempt) -> None:
         """Read the iterator's next batches without advancing it, unless the attempt has given batches.
@@ -178,16 +200,15 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
-            attempt.may_send_early = not self._auditor.is_followed(self.training.iteration)
+            attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
         attempt.device_shards = ahead or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
-        attempt.refuted, is_due = False, self.training.iteration >= self._auditor.next
-        attempt.audit = self._choose_audit(attempt, context) if is_due else None
-        is_first = self.training.iteration < self.first_updates.end
+        if attempt.audit is not None or self.training.iteration >= self.auditor.next:
+            attempt.refuted, attempt.audit = False, self._choose_audit(attempt, context)
         scale = attempt.scale
         attempt.gradient_context = GradientContext(
             request.loss_fn,
@@ -204,31 +225,39 @@ class GradientEngine:
             deferred=request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
-            is_first=is_first,
-            reads_buffers=self.training.iteration == self.first_updates.start,
             merges=self._merges and self.prepared.has_large,
-            inspected=None if attempt.audit is None else attempt.audit.shard.index,
         )
+        if self.training.iteration < self._checked_until:
+            attempt.gradient_context.is_first, attempt.gradient_context.foreign_leaves = True, []
+            attempt.gradient_context.reads_buffers = self.training.iteration == self._start
+        if attempt.audit is not None:
+            attempt.gradient_context.inspected = attempt.audit.shard.index
 
     def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> Audit | None:
         """Choose the shard that is computed twice, or None if the update is not audited."""
         request, update = attempt.request, self.training.iteration
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
-        if not self._auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
+        if not self.auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
             return None
         rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
-        audit = self._auditor.choose(everywhere, rank, update, movable=not _draws(attempt.batches))
+        audit = self.auditor.choose(everywhere, rank, update, movable=not may_draw(attempt.batches))
         buffers = [ref.path for ref in self.prepared.buffer_refs]
         carried = () if self.training.carried is None else self.training.carried.names
         audit.names = [
             *(f"the gradient of {name!r}" for name in self.prepared.named_parameters),
-            *("the loss", "the weight of the loss"),
+            "the loss",
             *(f"{name!r}" for name in (*buffers, *carried)),
+            "the weight of the loss",
         ]
+        models = [self.replicas.model, *self.replicas.replicas]
+        if update == self._start and outside_tensors(request.loss_fn, models):
+            self.auditor.extend(update)
+        if self.is_first:
+            audit.states = partial(states, request.loss_fn, models)
         audit.compute = partial(self._compute_again, attempt, context)
         # Samples that draw would be others if they were read again.
-        if _draws([attempt.batches[audit.shard.batch]]):
+        if may_draw([attempt.batches[audit.shard.batch]]):
             given = (given for run in attempt.device_shards for shard, given in run if shard is audit.shard)
             audit.given = map_tensors(copied, next(given, None))
         return audit
@@ -238,7 +267,7 @@ class GradientEngine:
         audit, share = attempt.audit, attempt.share.shards_by_device
         if audit is None:
             return
-        if self.training.iteration == self.first_updates.start and attempt.share.num_shards > 1:
+        if self.training.iteration == self._start and attempt.share.num_shards > 1:
             place = next(place for place, run in enumerate(share) if shard in run)
             left = self.prepared.runners[place].buffers.left()
             for ref, tensor in zip(self.prepared.buffer_refs, left, strict=True):
@@ -252,52 +281,58 @@ class GradientEngine:
     ) -> Seals:
         """Return the checksums of what a shard has computed."""
         carried = () if context.carried is None else context.carried.returned(shard.samples)
-        before = (None if each is None else checksum(each) for each in (*gradients, report.loss))
-        after = (
-            None if each is None else checksum(each)
-            for each in (*self.prepared.runners[place].buffers.left(), *carried)
-        )
-        return (*before, float(report.weight), *after)
+        computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *carried)
+        return *(None if each is None else checksum(each) for each in computed), float(report.weight)
 
     def _compute_again(self, attempt: Attempt, context: UpdateContext, place: int) -> Seals | None:
         """Compute the audited shard on a device of this process, and leave everything else as it is."""
-        audit, request, first = attempt.audit, attempt.request, attempt.gradient_context
+        audit, request, found = attempt.audit, attempt.request, list[Seals]()
         if audit is None:
             return None
-        shard, device, found = audit.shard, self.replicas.devices[place], list[Seals]()
-        given = self._given_again(attempt, audit, device)
+        device = self.replicas.devices[place]
+        if audit.given is None:
+            again = self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0]
+        else:
+            again = [(audit.shard, map_tensors(lambda each: copy_to_device(copied(each), device), audit.given))]
         carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
-            found.append(self._seals(again, place, shard, gradients, report))
+            found.append(self._seals(in_audit, place, audit.shard, gradients, report))
 
-        again = replace(
-            first, inspect_shard=record, early_receiver=None, carried=carried, is_first=False, foreign_leaves=[]
-        )
+        in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
 
-        def compute(at: int) -> None:
-            if at != place:
-                return
-            runner = self.prepared.runners[place]
-            start = runner.buffers.start_shards(shard.index, deferred=request.deferred)
-            task = DeviceGradientTask(again, shard, self.prepared.observers[place], ShardSum(shard.index), start)
-            unwanted = [] if request.wanted is None else self.prepared.unwanted_indices(request.wanted)
-            with without_gradients([runner.parameters[index] for index in unwanted]):
-                runner.run([(shard, given)], task, self.streams)
-
+        tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
+        compute = partial(self._run_shards, tasks, in_audit, request, lambda at: again if at == place else None)
         self.streams.run(
             partial(self.replicas.run, compute, settings=context.settings),
             seed=self.recipe.seed,
             first=self.first_stream(request.computation),
-            parallel=len(self.replicas.devices) > 1,
+            parallel=len(tasks) > 1,
         )
         return found[0] if found else None
 
-    def _given_again(self, attempt: Attempt, audit: Audit, device: torch.device) -> Any:
-        """Return the tensors of the audited shard as they were at first."""
-        if audit.given is not None:
-            return map_tensors(lambda each: copy_to_device(copied(each), device), audit.given)
-        return self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0][0][1]
+    def _run_shards(
+        self,
+        tasks: list[DeviceGradientTask | None],
+        context: GradientContext,
+        request: GradientRequest,
+        shards_of: Callable[[int], list[tuple[Shard, Any]] | None],
+        place: int,
+    ) -> None:
+        """Compute the shards of a device, and add the task with their sums to those of other devices."""
+        shards = shards_of(place)
+        if shards is None:
+            return
+        runner = self.prepared.runners[place]
+        first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
+        start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.reads_buffers)
+        tasks[place] = task = DeviceGradientTask(context, last, self.prepared.observers[place], ShardSum(first), start)
+        if request.wanted is None:
+            runner.run(shards, task, self.streams)
+        else:
+            unwanted = self.prepared.unwanted_indices(request.wanted)
+            with without_gradients([runner.parameters[index] for index in unwanted]):
+                runner.run(shards, task, self.streams)
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
         """Return the shards of a device, which run again, with the tensors that they had first."""
@@ -308,13 +343,9 @@ class GradientEngine:
 
     def keep_changes(self, attempt: Attempt) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Write to the batches of a final attempt what shards have changed in place; return the former values."""
-        return write_back(self._changes(attempt))
-
-    def _changes(self, attempt: Attempt) -> Sequence[Change]:
-        """List what shards have changed in place."""
-        if all(type(batch) is Samples for batch in attempt.batches):
-            return ()
-        return changes(attempt.batches, attempt.device_shards, self.recipe.batch_dim)
+        if type(attempt.batches[0]) is Samples:
+            return []
+        return write_back(changes(attempt.batches, attempt.device_shards, self.recipe.batch_dim))
 
     def refresh_prepared(self) -> None:
         """Prepare the model again if it has changed since the last attempt.
@@ -328,9 +359,8 @@ class GradientEngine:
             check_reached(self.training.optimizers, self.training.models)
             self.prepared = PreparedModel.of(self.replicas, self.recipe)
             self._is_stale = False
-        for parameter in self.prepared.parameters:
-            if parameter._post_accumulate_grad_hooks:
-                check_no_accumulate_hooks(self.prepared.named_parameters)
+        if any(map(ACCUMULATE_HOOKS_OF, self.prepared.parameters)):
+            check_no_accumulate_hooks(self.prepared.named_parameters)
         if self.prepared.buffer_refs:
             check_no_trained_buffers(self.replicas.model, self.prepared.buffer_refs)
 
@@ -366,34 +396,18 @@ class GradientEngine:
             self._remove_gradients(request.wanted)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
-        unwanted = [] if request.wanted is None else prepared.unwanted_indices(request.wanted)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
 
-        def compute_shards(place: int) -> None:
+        def shards_of(place: int) -> list[tuple[Shard, Any]]:
             # Once more, where the first run has drawn from the default generator.
-            shards = device_shards[place] if device_tasks[place] is None else self._cut_again(attempt, place)
-            runner = prepared.runners[place]
-            first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-            device_tasks[place] = task = DeviceGradientTask(
-                attempt.gradient_context,
-                last,
-                prepared.observers[place],
-                ShardSum(first),
-                runner.buffers.start_shards(
-                    first, deferred=request.deferred, compares=attempt.gradient_context.reads_buffers
-                ),
-            )
-            with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
-                runner.run(shards, task, self.streams)
+            return device_shards[place] if device_tasks[place] is None else self._cut_again(attempt, place)
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        compute = self.clock.timed(compute_shards) if self.clock.num_users else compute_shards
+        compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
+        compute = self.clock.timed(compute) if self.clock.num_users else compute
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        watching = NO_CONTEXT
-        if attempt.gradient_context.is_first:
-            watching = self.first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
-        with watching:
+        with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
                 partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
@@ -403,7 +417,7 @@ class GradientEngine:
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run()
         if attempt.audit is not None:
-            self._auditor.warn_of_buffers(attempt.audit.left)
+            self.auditor.warn_of_buffers(attempt.audit.left)
             attempt.refuted = self.ranks is None and self._is_refuted(attempt)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
@@ -417,13 +431,13 @@ class GradientEngine:
     def _remove_gradients(self, wanted: Collection[int] | None) -> None:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
         parameters = self.prepared.parameters
-        for gradient in map(GRADIENT_OF, parameters):
-            if gradient is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
-                named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
-                check_no_unused_gradients(named, wanted, self.used_at, optimizers)
-                break
-        for parameter in parameters if wanted is None else [each for each in parameters if id(each) in wanted]:
-            parameter.grad = None
+        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
+        if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
+            named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
+            check_no_unused_gradients(named, wanted, self.used_at, optimizers)
+        if wanted is not None:
+            parameters = [each for each in parameters if id(each) in wanted]
+        CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -438,11 +452,8 @@ class GradientEngine:
         """
         prepared, request = self.prepared, attempt.request
         normalizer = attempt.gradient_context.normalizer
-        if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                if parameter.grad is not None:
-                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
-                    break
+        if request.inspect_shard is None and any(map(PRESENT, map(GRADIENT_OF, prepared.parameters))):
+            check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
@@ -494,10 +505,8 @@ class GradientEngine:
         finding = None if attempt.audit is None else attempt.audit.finding(reports, exchange)
         if finding is None:
             return False
-        # A detector that names the tensor or the generator says more than the audit.
-        self._auditor.is_explained = self.first_updates.has_warned
         update, computation = self.training.iteration, attempt.request.computation
-        return self._auditor.must_repeat(finding, update, computation, self.replicas.devices)
+        return self.auditor.must_repeat(finding, update, computation, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
@@ -508,7 +517,7 @@ class GradientEngine:
         if not attempt.complete:
             return
         if attempt.gradient_context.is_first and attempt.share.num_shards > 1:
-            check_whole(self._changes(attempt))
+            check_whole(changes(attempt.batches, attempt.device_shards, self.recipe.batch_dim))
         if attempt.gradient_context.is_mixed:
             # The next updates begin like the repeated attempt, because they are likely to be mixed as well. The result
             # depends on the kinds of the shards of this update only.
@@ -588,8 +597,3 @@ class GradientEngine:
         self.streams.release()
         if self.ahead is not None:
             self.ahead.forget()
-
-
-def _draws(batches: Sequence[Any]) -> bool:
-    """Return whether samples may draw from generators that an audit must not move, so that they are not read again."""
-    return any(type(batch) is Samples and batch.may_draw for batch in batches)

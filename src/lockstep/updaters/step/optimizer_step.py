@@ -56,6 +56,7 @@ class OptimizerStep:
         self.grad_norm: torch.Tensor | None = None
         self._optimizer = optimizer
         self._masters = masters
+        self._in_parts = can_step_in_parts(optimizer)
         self._parts: list[Part] = []
         self._assigned: list[int] = []
 
@@ -113,7 +114,7 @@ class OptimizerStep:
         versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()
         try:
-            in_parts, hooks = can_step_in_parts(self._optimizer), drawing_hooks(self._optimizer)
+            in_parts, hooks = self._in_parts, drawing_hooks(self._optimizer)
             # Opened only for code of others than PyTorch and lockstep, because it takes some 5 µs.
             with NO_STREAM if in_parts and not hooks else draws([self._optimizer, *hooks]):
                 if self._shared is not None:

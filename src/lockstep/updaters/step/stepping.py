@@ -79,14 +79,18 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 def drawing_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """List the hooks that are called in a step, without those that are known to draw nothing."""
+    own = optimizer.hooks if isinstance(optimizer, HookedOptimizer) else ()
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if not (own or pre or post or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        return []
     hooks = [
         *_global_optimizer_pre_hooks.values(),
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *(optimizer.hooks if isinstance(optimizer, HookedOptimizer) else ()),
-        *optimizer._optimizer_step_post_hooks.values(),
+        *pre.values(),
+        *own,
+        *post.values(),
         *_global_optimizer_post_hooks.values(),
     ]
-    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)] if hooks else hooks
+    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)]
 
 
 def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
