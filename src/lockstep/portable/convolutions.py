@@ -170,23 +170,12 @@ def _outputs(x: Tensor, weight: Tensor, geometry: Geometry, more: Sequence[int] 
 
 
 def _convolution(own: Callable[..., Any]) -> Callable[..., Any]:
-    def convolution(  # noqa: PLR0917 - as torch passes them
-        keyset: torch._C.DispatchKeySet,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> Tensor:
-        geometry = _geometry(x, weight, (stride, padding, dilation), groups)
-        more = output_padding if transposed else None
-        outputs = None if geometry is None else _outputs(x, weight, geometry, more)
+    def convolution(keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
+        x, weight, bias, *sizes, transposed, output_padding, groups = args
+        geometry = _geometry(x, weight, sizes, groups)
+        outputs = None if geometry is None else _outputs(x, weight, geometry, output_padding if transposed else None)
         if geometry is None or outputs is None or (bias is not None and not _is_plain(bias)):
-            found: Tensor = own(keyset, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+            found: Tensor = own(keyset, *args)
             return found
         compute = input_gradient if transposed else convolve
         found = compute(x, weight, geometry, outputs)
@@ -208,37 +197,19 @@ def _layout_of(*tensors: Tensor) -> torch.memory_format:
 
 
 def _convolution_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    def convolution_backward(  # noqa: PLR0917 - as torch passes them
-        keyset: torch._C.DispatchKeySet,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias_sizes: Sequence[int] | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-        output_mask: Sequence[bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        geometry = _geometry(x, weight, (stride, padding, dilation), groups)
+    def convolution_backward(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor | None, ...]:
+        g, x, weight, _, *sizes, transposed, _, groups, wanted = args
+        geometry = _geometry(x, weight, sizes, groups)
         if geometry is None or not _is_plain(g):
-            gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = own(
-                *(keyset, g, x, weight, bias_sizes, stride, padding, dilation),
-                *(transposed, output_padding, groups, output_mask),
-            )
+            gradients: tuple[Tensor | None, ...] = own(keyset, *args)
             return gradients
         of_input = of_weight = of_bias = None
-        if output_mask[0]:
-            if transposed:
-                of_input = convolve(g, weight, geometry, x.shape[2:])
-            else:
-                of_input = input_gradient(g, weight, geometry, x.shape[2:])
-            of_input = of_input.contiguous(memory_format=_layout_of(x, weight))
-        if output_mask[1]:
+        if wanted[0]:
+            compute = convolve if transposed else input_gradient
+            of_input = compute(g, weight, geometry, x.shape[2:]).contiguous(memory_format=_layout_of(x, weight))
+        if wanted[1]:
             of_weight = weight_gradient(*((g, x) if transposed else (x, g)), weight, geometry)
-        if output_mask[2]:
+        if wanted[2]:
             of_bias = g.sum([0, *range(2, g.dim())])
         return of_input, of_weight, of_bias
 
