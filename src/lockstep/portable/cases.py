@@ -82,14 +82,8 @@ def of(function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> 
     return lambda numbers: both(numbers, function, *(numbers(*shape, **options) for shape in shapes))
 
 
-def plain(function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> Case:
-    """Return the case of a function of tensors without gradients."""
-
-    def case(numbers: Numbers) -> list[Tensor]:
-        found = function(*(numbers(*shape, **options, grad=False) for shape in shapes))
-        return [found] if isinstance(found, Tensor) else list(found)
-
-    return case
+plain: Final = partial(of, grad=False)
+"""Return the case of a function of tensors without gradients."""
 
 
 def module(make: Callable[[], nn.Module], *shape: int, scale: float = 0.2, autocast: bool = False) -> Case:
