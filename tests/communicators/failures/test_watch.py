@@ -13,7 +13,7 @@ import lockstep as ls
 from lockstep.communicators.failures import heartbeat, watch as watch_module
 from lockstep.communicators.failures.failure import Failure
 from lockstep.communicators.failures.heartbeat import READS, Beat, Heartbeat
-from lockstep.communicators.failures.watch import START, PeerWatch, Watch
+from lockstep.communicators.failures.watch import START, Watch
 from tests.support.waiting import LONG, await_true
 
 
@@ -42,7 +42,7 @@ def test_alone_there_is_nobody_to_watch() -> None:
 
 
 def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
             watch.wait_for_all()
@@ -61,13 +61,13 @@ def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
 
 
 def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     watches[1].phase = "optimizer"
     try:
         gather(watches)
         await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
-        watches[1]._heartbeat._stopping = True  # its thread ends, and tells nobody
-        watches[1]._heartbeat._store = _Lost()
+        heartbeat_of(watches[1])._stopping = True  # its thread ends, and tells nobody
+        heartbeat_of(watches[1])._store = _Lost()
         assert watches[0]._failure_found.wait(LONG)
         with pytest.raises(ls.PeerError, match=r"Rank 1 has been silent for 0.75 s.*the phase 'optimizer'"):
             watches[0].check()
@@ -76,15 +76,21 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
             watch.close()
 
 
-def gather(watches: list[PeerWatch]) -> None:
+def gather(watches: list[Watch]) -> None:
     """Let ranks take their time to come, whatever time they have for each other then."""
     for watch in watches:
-        assert watch._heartbeat.joined.wait(LONG)
+        assert heartbeat_of(watch).joined.wait(LONG)
         watch.wait_for_all()
 
 
-def _beat(watch: PeerWatch, rank: int) -> Beat:
-    return watch._heartbeat.beats.get(rank) or Beat(0, False, START)
+def heartbeat_of(watch: Watch) -> Heartbeat:
+    """Give the thread of a watch over several ranks."""
+    assert watch._heartbeat is not None
+    return watch._heartbeat
+
+
+def _beat(watch: Watch, rank: int) -> Beat:
+    return heartbeat_of(watch).beats.get(rank) or Beat(0, False, START)
 
 
 class _Lost:
@@ -106,7 +112,7 @@ class _Stuck:
 
 
 def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
-    watch = PeerWatch(stores[0], 0, 3, timeout=0.5, store_rank=None)
+    watch = Watch(stores[0], 0, 3, timeout=0.5, store_rank=None)
     try:
         with pytest.raises(ls.PeerError, match=r"Rank 1 has not started within 0.5 s") as raised:
             watch.wait_for_all()
@@ -116,7 +122,7 @@ def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
 
 
 def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].phase = "forward"
@@ -133,7 +139,7 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
 
 
 def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].close()
@@ -167,14 +173,14 @@ def test_who_was_stopped_himself_accuses_nobody(stores: list[dist.Store]) -> Non
 
 
 def test_a_rank_that_was_heard_long_ago_is_dead_if_it_does_not_answer(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         gather(watches)
         assert watches[0].explain() is not None, "rank 1 does not wait"
         numbers = [_beat(watches[0], rank).number for rank in (1, 2)]
-        await_true(lambda: watches[2]._heartbeat.rounds > max(numbers) + 1)
-        watches[2]._heartbeat._store = _Lost()
-        watches[2]._heartbeat._stopping = True
+        await_true(lambda: heartbeat_of(watches[2]).rounds > max(numbers) + 1)
+        heartbeat_of(watches[2])._store = _Lost()
+        heartbeat_of(watches[2])._stopping = True
         error = watches[0].explain()
         assert error is not None
         assert str(error).startswith("Rank 2 has died, or cannot be reached.")
@@ -184,11 +190,11 @@ def test_a_rank_that_was_heard_long_ago_is_dead_if_it_does_not_answer(stores: li
 
 
 def test_a_store_that_is_gone_is_a_failure_of_its_host_only_if_a_call_has_failed(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
-        watches[1]._heartbeat._store = _Lost()
-        await_true(lambda: watches[1]._heartbeat.store_lost)
+        heartbeat_of(watches[1])._store = _Lost()
+        await_true(lambda: heartbeat_of(watches[1]).store_lost)
         watches[1].check()
         error = watches[1].explain()
         assert error is not None
@@ -200,11 +206,11 @@ def test_a_store_that_is_gone_is_a_failure_of_its_host_only_if_a_call_has_failed
 
 
 def test_a_store_that_does_not_answer_is_a_failure_of_its_host(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
     stuck = _Stuck()
     try:
         gather(watches)
-        watches[1]._heartbeat._store = stuck
+        heartbeat_of(watches[1])._store = stuck
         error = watches[1].explain()
         assert error is not None
         assert str(error).startswith("Rank 0 has been silent for 1.5 s: it was stopped, or cannot be reached.")
@@ -215,7 +221,7 @@ def test_a_store_that_does_not_answer_is_a_failure_of_its_host(stores: list[dist
 
 
 def test_the_first_failure_is_the_one_that_is_told(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
             watch.wait_for_all()

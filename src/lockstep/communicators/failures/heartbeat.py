@@ -190,7 +190,7 @@ class Heartbeat:
     def _failure_of(self, rank: int) -> Failure | None:
         """Return a report about a rank if its heartbeats are missing."""
         beat, reads, is_asked = self.beats[rank], self._unchanged_reads[rank], rank in self._unheard
-        # `PeerWatch.wait_for_all` limits how long a rank may take to start.
+        # `Watch.wait_for_all` limits how long a rank may take to start.
         if beat is None:
             return None
         if beat.ended:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
@@ -28,71 +28,36 @@ START: Final = "start-up"
 """The phase of a rank until its first update."""
 ANSWER_READS: Final = 2 * READS
 """Intervals after which the store itself counts as silent; a rank that is dead was found before."""
-_NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
-class Watch:
-    """The watch of a process that runs alone: there are no other ranks, so no method does anything.
+class Watch(AbstractContextManager[None]):
+    """The watch of one process over the others of its run, by a thread that sleeps nearly all the time.
+
+    See `Heartbeat` for the thread. Without arguments, it is the watch of a process that runs alone: there are no other
+    ranks, so there is no thread, and no method finds anything.
+
+    Args:
+        store: The store by which the ranks have met; it must have a `clone` method. None for a process alone.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout: Seconds that a rank waits for another. A rank may be silent for a third of it.
+        store_rank: The rank whose process hosts the store; None if a launcher's process does.
 
     Attributes:
         phase: What this rank is doing, for the others to read. Code that enters a phase sets it. It is an
             attribute because a method would be called several times per shard.
     """
 
-    def __init__(self) -> None:
-        self.phase = ""
-
-    @property
-    def failed_rank_is_exiting(self) -> bool:
-        """Whether a rank is known to have failed whose process ends by itself, or has ended."""
-        return False
-
-    def check(self) -> None:
-        """Raise an error if another rank is known to have failed.
-
-        Raises:
-            PeerError: If another rank has failed.
-        """
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one has failed; not needed if the error ends the process."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a call that waits for other ranks, so that they know which ranks wait.
-
-        Raises:
-            PeerError: On entering, if another rank is known to have failed.
-        """
-        return _NO_CONTEXT
-
-    def explain(self) -> PeerError | None:
-        """Find the rank because of which a call has failed. This takes up to a few seconds.
-
-        Returns:
-            The error to raise instead of the call's own; None if no rank is known to have failed.
-        """
-        return None
-
-    def add_group(self, group: dist.ProcessGroup) -> None:
-        """Register a process group, whose calls are to return when a rank fails."""
-
-    def close(self) -> None:
-        """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
-
-
-class PeerWatch(Watch):
-    """The watch of one process of several, by a thread that sleeps nearly all the time; see `Heartbeat`.
-
-    Args:
-        store: The store by which the ranks have met; it must have a `clone` method.
-        rank: The rank of this process.
-        size: The number of ranks, at least 2.
-        timeout: Seconds that a rank waits for another. A rank may be silent for a third of it.
-        store_rank: The rank whose process hosts the store; None if a launcher's process does.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60, store_rank: int | None = 0) -> None:
-        self.phase = START
+    def __init__(
+        self,
+        store: Store | None = None,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        timeout: float = 60,
+        store_rank: int | None = 0,
+    ) -> None:
+        self.phase = "" if store is None else START
         self._rank = rank
         self._timeout = timeout
         self._store_rank = store_rank
@@ -100,8 +65,10 @@ class PeerWatch(Watch):
         self._failure: Failure | None = None
         self._failing = threading.Lock()
         self._failure_found = threading.Event()
-        self._closed = False
-        self._waiting_call = _WaitingCall(self)
+        self._is_waiting = False
+        self._heartbeat: Heartbeat | None = None
+        if store is None:
+            return
         # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
         # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
@@ -111,7 +78,7 @@ class PeerWatch(Watch):
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            status=lambda: (self._waiting_call.active, self.phase),
+            status=lambda: (self._is_waiting, self.phase),
             # A short timeout must not make this limit lower than that after a question.
             max_unchanged=max(READS, round(timeout / 3 / INTERVAL)),
             store_rank=store_rank,
@@ -124,24 +91,46 @@ class PeerWatch(Watch):
 
     @property
     def failed_rank_is_exiting(self) -> bool:
-        """Whether the rank that failed ends by itself; see `Watch.failed_rank_is_exiting`."""
+        """Whether a rank is known to have failed whose process ends by itself, or has ended."""
         return self._failure is not None and self._failure.exiting
 
     def check(self) -> None:
-        """Raise an error if another rank is known to have failed; see `Watch.check`."""
+        """Raise an error if another rank is known to have failed.
+
+        Raises:
+            PeerError: If another rank has failed.
+        """
         if self._failure is not None and self._failure.rank != self._rank:
             raise self._failure.error()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one has failed; see `Watch.report_failure`."""
-        self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.phase))
+        """Report to the other ranks that this one has failed; not needed if the error ends the process."""
+        if self._heartbeat is not None:
+            self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.phase))
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a call that waits for other ranks; see `Watch.waiting`."""
-        return self._waiting_call
+        """Return a context for a call that waits for other ranks, so that they know which ranks wait.
+
+        Raises:
+            PeerError: On entering, if another rank is known to have failed.
+        """
+        # One object serves all calls, at a tenth of the cost of a generator-based context manager.
+        return self
+
+    def __enter__(self) -> None:
+        # A call that starts now could only fail or time out.
+        self.check()
+        self._is_waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_waiting = False
 
     def explain(self) -> PeerError | None:
-        """Find the rank because of which a call has failed; see `Watch.explain`."""
+        """Find the rank because of which a call has failed. This takes up to a few seconds.
+
+        Returns:
+            The error to raise instead of the call's own; None if no rank is known to have failed.
+        """
         beats = self._ask()
         if self._failure is not None:
             return self._failure.error()
@@ -158,7 +147,7 @@ class PeerWatch(Watch):
         Raises:
             PeerError: If a rank has not started within the timeout, or has failed.
         """
-        joined = self._heartbeat.joined.wait(self._timeout)
+        joined = self._heartbeat is None or self._heartbeat.joined.wait(self._timeout)
         beats = {} if joined else self._ask()
         self.check()
         if not joined:
@@ -166,19 +155,20 @@ class PeerWatch(Watch):
             raise Failure(absent, f"has not started within {self._timeout:g} s", START).error()
 
     def add_group(self, group: dist.ProcessGroup) -> None:
-        """Register a process group; see `Watch.add_group`."""
+        """Register a process group, whose calls are to return when a rank fails."""
         self._groups.append(group)
 
     def close(self) -> None:
-        """Stop watching; see `Watch.close`."""
-        if not self._closed:
-            self._closed = True
+        """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
+        if self._heartbeat is not None:
             self._heartbeat.stop()
-            # A group must end when torch.distributed destroys it, so no reference to it may remain here.
-            self._groups.clear()
+        # A group must end when torch.distributed destroys it, so no reference to it may remain here.
+        self._groups.clear()
 
     def _ask(self) -> dict[int, Beat | None]:
         """Hear all ranks, and return their heartbeats; a store that does not answer is a failure of its host."""
+        if self._heartbeat is None:
+            return {}
         if self._failure is None:
             self._heartbeat.ask()
             is_answered = self._heartbeat.answered.wait(ANSWER_READS * INTERVAL)
@@ -205,27 +195,6 @@ class PeerWatch(Watch):
         self._failure_found.set()
 
 
-class _WaitingCall(AbstractContextManager[None]):
-    """The context of a call that waits for other ranks.
-
-    One object serves all calls, at a tenth of the cost of a generator-based context manager.
-    """
-
-    __slots__ = ("_watch", "active")
-
-    def __init__(self, watch: PeerWatch) -> None:
-        self._watch = watch
-        self.active = False
-
-    def __enter__(self) -> None:
-        # A call that starts now could only fail or time out.
-        self._watch.check()
-        self.active = True
-
-    def __exit__(self, *_: object) -> None:
-        self.active = False
-
-
 def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
     """Return a watch over the ranks of a process group that was opened by other code.
 
@@ -236,10 +205,10 @@ def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
     if group.size() == 1:
         return Watch()
     store_rank = None if launcher_hosts_store(os.environ) else 0
-    return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, store_rank=store_rank)
+    return Watch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, store_rank=store_rank)
 
 
-def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:
+def _close_at_exit(reference: weakref.ref[Watch]) -> None:
     """Report the error that ends this process to the other ranks, unless it came from one of them."""
     watch = reference()
     if watch is None:
