@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def add_parser(commands: Subparsers) -> None:
 def _call(options: argparse.Namespace) -> int:
     """Examine the machine, and return the exit code."""
     # The self-test takes a while, and the reader sees how far it is.
-    show = (lambda _: None) if options.json else partial(print, end="", flush=True)
+    show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, end="", flush=True)
     machine = describe_machine(options.out)
     findings = find_problems(options.out)
     show(_machine_text(machine) + _findings_text(findings))

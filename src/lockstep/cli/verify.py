@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ def _call(options: argparse.Namespace) -> int:
         return 2
     seeds = {way.hash_seed for way in ways} | {"0"}
     # The ways take a while, and the reader sees how far they are.
-    show = (lambda _: None) if options.json else partial(print, flush=True)
+    show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, flush=True)
     show(f"{len(ways) + 1} ways, up to {options.updates} updates each, in {1 + len(seeds)} starts of Python")
     report = verify(
         options.script, options.arguments, ways=ways, updates=options.updates, folder=options.folder, say=show

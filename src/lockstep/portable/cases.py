@@ -174,8 +174,8 @@ def _convolutions() -> Iterator[tuple[str, Case]]:
     yield "transposed convolution of three dimensions", transposed(F.conv_transpose3d, *cube)
 
 
-def _padded(x: Tensor, *others: Tensor) -> Tensor:
-    return F.conv2d(x, *others, padding=1)
+def _padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.conv2d(x, weight, bias, padding=1)
 
 
 def _of_last_channels(x: Tensor, *others: Tensor) -> Tensor:

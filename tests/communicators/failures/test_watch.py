@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,11 @@ def _beat(watch: Watch, rank: int) -> Beat:
 class _Lost:
     """A store that cannot be reached."""
 
-    def set(self, *_: str) -> None:
-        raise RuntimeError("no connection")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: str) -> None:
+            raise RuntimeError("no connection")
+
+        return call
 
 
 class _Stuck:
@@ -106,9 +110,12 @@ class _Stuck:
     def __init__(self) -> None:
         self.freed = threading.Event()
 
-    def set(self, *_: str) -> None:
-        self.freed.wait()
-        raise RuntimeError("no connection")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: str) -> None:
+            self.freed.wait()
+            raise RuntimeError("no connection")
+
+        return call
 
 
 def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:

@@ -172,7 +172,7 @@ class Heartbeat:
             self._unheard.discard(rank)
 
     def _find_failure(self) -> None:
-        """Publish a failure that this rank knows of, or learn about the one that another rank has published."""
+        """Publish a failure that this rank knows of, or read about the one that another rank has published."""
         found = self._own_failure or next(filter(None, map(self._failure_of, self.beats)), None)
         if found is not None:
             # This writes only if the key is absent: the first failure is the cause, and later ones follow from it.

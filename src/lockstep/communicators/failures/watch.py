@@ -183,7 +183,7 @@ class Watch(AbstractContextManager[None]):
         return dict(self._heartbeat.beats)
 
     def _fail(self, failure: Failure) -> None:
-        """Take in the first failure, and abort the groups that wait for the failed rank."""
+        """Remember the first failure, and abort the groups that wait for the failed rank."""
         with self._failing:
             if self._failure is not None:
                 return
