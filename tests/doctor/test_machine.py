@@ -12,7 +12,7 @@ from lockstep.doctor.machine import core_quota, file_system, kernel_variables
 
 def test_every_topic_is_described_and_the_folder_is_left_as_it_was(tmp_path: Path) -> None:
     found = describe_machine(tmp_path)
-    assert list(found) == ["processor", "devices", "torch", "network", f"disk ({tmp_path})"]
+    assert list(found) == ["processor", "devices", "kernels", "torch", "network", f"disk ({tmp_path})"]
     assert all(value for facts in found.values() for value in facts.values())
     assert torch.__version__ in found["torch"]["versions"]
     assert found[f"disk ({tmp_path})"]["fsync of 4 KiB"].endswith(" ms")

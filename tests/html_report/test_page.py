@@ -77,7 +77,7 @@ def test_all_sections_of_a_run(runs: tuple[Path, ...]) -> None:
     assert run["series"]["retries"] == {"x": [2, 4, 6], "y": [0.0, 0.0, 0.0]}
     assert run["positions"]["epoch"][0] == [1, 2, 3, 4, 5, 6]
     assert "Throughout: main/skipped: 0; loss scale: 1; retries: 0." in reader.texts["p"]
-    assert "rank 0, device 1: cpu" in reader.texts["figcaption"]
+    assert "rank 0, device 1: cpu" in reader.texts["th"]
     assert {"optimizer.lr", "num_shards", "processor", "00000006"} <= set(reader.texts["th"])
 
 

@@ -36,7 +36,7 @@ USES = {
     "laws": {"DAILY", "EQUAL", "PLACEMENTS", "UNEVEN", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
-    "deadlines": {"PeerWatch", "here_it_hangs", "wait_patiently"},
+    "deadlines": {"Heartbeat", "here_it_hangs", "wait_patiently"},
 }
 """The names that whatever belongs to a tier cannot do without."""
 MANY_CASES = 10

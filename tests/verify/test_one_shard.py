@@ -13,17 +13,19 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.step.engine import GradientEngine
-from lockstep.verify.one_shard import Finding, compare_attempt
+from lockstep.verify.one_shard import GradientFinding, compare_attempt
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, loss_fn: Any, model: nn.Module | None = None, **options: Any) -> Finding:
+def compared(
+    monkeypatch: pytest.MonkeyPatch, loss_fn: Any, model: nn.Module | None = None, **options: Any
+) -> GradientFinding:
     """Return what is found in the first update of an updater."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     data = TensorDataset(torch.randn(14, 4), torch.randint(3, (14,)))
-    found: list[Finding] = []
+    found: list[GradientFinding] = []
 
     def compute(original: Callable[..., None], engine: Any, attempt: Any, context: Any) -> None:
         before = {name: each.clone() for name, each in engine.replicas.model.state_dict().items()}
@@ -40,7 +42,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, loss_fn: Any, model: nn.Module | N
     options = {"num_shards": 4, "devices": 1, "audit_every": 0, **options}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ls.ParallelUpdater(iterator, optimizer, model, loss_fn=loss_fn, **options).update()
-    return found[0] if found else Finding("equal", "not compared")
+    return found[0] if found else GradientFinding("equal", "not compared")
 
 
 def dice(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -206,7 +208,7 @@ def test_layers_of_single_samples_raise_no_alarm(
     monkeypatch: pytest.MonkeyPatch, layer: Callable[[int], nn.Module]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 8), layer(8), nn.Linear(8, 3))
-    assert compared(monkeypatch, classified, model) == Finding("equal")
+    assert compared(monkeypatch, classified, model) == GradientFinding("equal")
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -216,7 +218,7 @@ def test_batch_normalization_is_noted_and_other_terms_are_found(
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=tracked), nn.Linear(8, 3))
 
-    assert compared(monkeypatch, classified, model()) == Finding("equal", normalized=("1",))
+    assert compared(monkeypatch, classified, model()) == GradientFinding("equal", normalized=("1",))
     found = compared(monkeypatch, dice, model())
     assert (found.status, found.normalized) == ("differs", ("1",))
 
@@ -270,4 +272,4 @@ def test_carried_values_and_other_batch_dimensions_raise_no_alarm(monkeypatch: p
     batches = [(torch.randn(5, 8, 4), torch.randn(5, 8, 6)) for _ in range(2)]
     carried = ls.Carried(torch.randn(2, 8, 6))
     options = {"iterator": batches, "carried": carried, "batch_dim": 1}
-    assert compared(monkeypatch, loss_of, nn.GRU(4, 6, 2, dropout=0.5), **options) == Finding("equal")
+    assert compared(monkeypatch, loss_of, nn.GRU(4, 6, 2, dropout=0.5), **options) == GradientFinding("equal")

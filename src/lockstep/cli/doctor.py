@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -52,7 +53,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(options: argparse.Namespace) -> int:
     """Examine the machine, and return the exit code."""
-    show = (lambda _: None) if options.json else _show
+    # The self-test takes a while, and the reader sees how far it is.
+    show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, end="", flush=True)
     machine = describe_machine(options.out)
     findings = find_problems(options.out)
     show(_machine_text(machine) + _findings_text(findings))
@@ -66,14 +68,8 @@ def _call(options: argparse.Namespace) -> int:
         about = {"machine": machine, "findings": [asdict(each) for each in findings], "self_test": listed}
         sys.stdout.write(f"{json.dumps({**about, 'passed': passed}, indent=1)}\n")
     else:
-        _show(_conclusion(findings, groups))
+        show(_conclusion(findings, groups))
     return 0 if passed else 1
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    # The self-test takes a while, and the reader sees how far it is.
-    sys.stdout.flush()
 
 
 def _machine_text(machine: dict[str, Facts]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def _call(options: argparse.Namespace) -> int:
         sys.stderr.write(f"lockstep verify: {error}\n")
         return 2
     seeds = {way.hash_seed for way in ways} | {"0"}
-    show = (lambda _: None) if options.json else _show
+    # The ways take a while, and the reader sees how far they are.
+    show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, flush=True)
     show(f"{len(ways) + 1} ways, up to {options.updates} updates each, in {1 + len(seeds)} starts of Python")
     report = verify(
         options.script, options.arguments, ways=ways, updates=options.updates, folder=options.folder, say=show
@@ -56,14 +59,8 @@ def _call(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(f"{json.dumps(_as_json(report), indent=1)}\n")
     else:
-        _show(_table(report))
+        show(_table(report))
     return 0 if report.passed else 1
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    # The ways take a while, and the reader sees how far they are.
-    sys.stdout.flush()
 
 
 def _table(report: Report) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from lockstep.communicators.environment import BRIEF_ENV, LOOPBACK, RunEnvironment, read_environment, use_loopback
-from lockstep.communicators.failures import START, Failure, PeerErrorHook, PeerWatch, Watch, is_of_transport
+from lockstep.communicators.failures import START, Failure, PeerErrorHook, Watch, is_of_transport
 from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _join(environment: RunEnvironment, seconds: float) -> Watch:
     timeout = timedelta(seconds=seconds)
     store = _store_of_start(_open_store(environment, timeout), environment)
     store_rank = None if environment.agent_store else 0
-    watch = PeerWatch(store, environment.rank, environment.size, timeout=seconds, store_rank=store_rank)
+    watch = Watch(store, environment.rank, environment.size, timeout=seconds, store_rank=store_rank)
     store.set(f"process/{environment.rank}", str(os.getpid()))
     try:
         # Opening the group would wait for a missing rank as well, but could not name it.

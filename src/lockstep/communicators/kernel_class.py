@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,34 +22,18 @@ from torch.nn import functional
 from lockstep.digest import digest
 from lockstep.portable import VARIABLES as PORTABLE_VARIABLES, is_portable
 
-KERNEL_PREFIXES: Final = (
-    "ATEN_",
-    "CUBLAS_",
-    "DNNL_",
-    "FBGEMM_",
-    "GLIBC_TUNABLES",
-    "KMP_",
-    "MKL_",
-    "NVIDIA_TF32",
-    "OMP_",
-    "ONEDNN_",
-    "OPENBLAS_",
+KERNEL_VARIABLES: Final = re.compile(
+    r"(ATEN|CUBLAS|DNNL|FBGEMM|KMP|MKL|OMP|ONEDNN|OPENBLAS)_.*|(GLIBC_TUNABLES|NVIDIA_TF32).*", re.DOTALL
 )
-"""Prefixes of environment variables by which libraries choose kernels."""
-
-THREAD_VARIABLES: Final = frozenset(
-    {
-        "KMP_AFFINITY",
-        "KMP_BLOCKTIME",
-        "KMP_DUPLICATE_LIB_OK",
-        "KMP_INIT_AT_FORK",
-        "MKL_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "OMP_PLACES",
-        "OMP_PROC_BIND",
-    }
+"""The environment variables by which libraries choose kernels."""
+THREAD_VARIABLES: Final = re.compile(
+    r"(MKL|OMP)_NUM_THREADS|OMP_(PLACES|PROC_BIND)|KMP_(AFFINITY|BLOCKTIME|DUPLICATE_LIB_OK|INIT_AT_FORK)"
 )
-"""Variables that may differ without changing a result, because lockstep sets the number of threads itself."""
+"""Those that may differ without changing a result, because lockstep sets the number of threads itself."""
+PROCESSOR: Final = re.compile(
+    r"^(vendor_id|cpu family|model|stepping|flags|CPU part|Features)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE
+)
+"""The lines in which Linux describes a core."""
 
 Fields = dict[str, str]
 """Properties as text, by the name that an error uses for them."""
@@ -67,23 +52,23 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
     >>> fields["torch"].startswith(torch.__version__)
     True
     """
-    variables = os.environ if variables is None else variables
+    variables, devices = os.environ if variables is None else variables, list(devices)
     chosen = {
         f"${name}": value
         for name, value in sorted(variables.items())
-        if name.startswith(KERNEL_PREFIXES) and name not in THREAD_VARIABLES
+        if KERNEL_VARIABLES.fullmatch(name) and not THREAD_VARIABLES.fullmatch(name)
     }
+    # oneDNN blocks its loops by the sizes of the caches of a core, and another blocking sums in another order.
+    caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     processor = {
         "vector width": torch.backends.cpu.get_cpu_capability(),
         "processor": _describe_processor(),
-        "caches": _describe_caches(),
+        "caches": ", ".join(each.read_text(encoding="utf-8").strip() for each in caches),
     }
     if is_portable():
         processor = {"processor": "portable kernels"}
         chosen = {name: value for name, value in chosen.items() if name[1:] not in PORTABLE_VARIABLES}
-    kinds = sorted({device.type for device in devices})
-    gpus = [_describe_gpu(device) for device in devices if device.type == "cuda"]
-    settings = _describe_cuda_settings() if gpus else {}
+    properties = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         **processor,
@@ -91,21 +76,14 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
         "C library": " ".join(platform.libc_ver()),
         # The text is hashed, because it is long and an error prints the values.
         "torch build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
-        "kinds of devices": ", ".join(kinds),
-        **_describe_settings(),
-        "GPUs": ", ".join(sorted(set(gpus))),
-        **settings,
-        **chosen,
-    }
-
-
-def _describe_settings() -> Fields:
-    """Return the settings of torch that choose kernels or number formats."""
-    return {
+        "kinds of devices": ", ".join(sorted({device.type for device in devices})),
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         **_describe_float32_precision(),
         "oneDNN enabled": str(torch.backends.mkldnn.enabled),
+        "GPUs": ", ".join(sorted({f"{each.name} {each.major}.{each.minor}" for each in properties})),
+        **(_describe_cuda_settings() if properties else {}),
+        **chosen,
     }
 
 
@@ -121,47 +99,28 @@ def _describe_float32_precision() -> Fields:
         "float32 convolution precision": {"cuDNN": cudnn.conv, "oneDNN": onednn.conv},
         "float32 RNN precision": {"cuDNN": cudnn.rnn, "oneDNN": onednn.rnn},
     }
+    # Only "tf32" and "bf16" choose other kernels. A rank that asks for full precision must not differ from one that
+    # has it because nothing was set.
     return {
-        name: ", ".join(f"{owner} {_float32_format(each)}" for owner, each in owners.items())
+        name: ", ".join(f"{owner} {each.fp32_precision.replace('none', 'ieee')}" for owner, each in owners.items())
         for name, owners in read.items()
     }
 
 
-def _float32_format(owner: Any) -> str:
-    precision: str = owner.fp32_precision
-    # Only "tf32" and "bf16" choose other kernels. A rank that asks for full precision must not differ from one that
-    # has it because nothing was set.
-    return "ieee" if precision == "none" else precision
-
-
 def _describe_processor() -> str:
     """Return the model of the processor and, if the system lists them, a hash of its features."""
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
     try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    pairs = (line.partition(":") for line in first.splitlines())
-    found = {name.strip(): value.strip() for name, _, value in pairs}
-    for long in ("flags", "Features"):
-        if long in found:
-            # The features are sorted, because their order does not depend on the processor alone.
-            features = " ".join(sorted(found[long].split()))
-            found[long] = hashlib.sha256(features.encode()).hexdigest()[:16]
-    named = ", ".join(f"{name} {found[name]}" for name in wanted if name in found)
-    return f"{platform.machine()} {named}"
-
-
-def _describe_caches() -> str:
-    """Return the sizes of the caches of the first core, if the system lists them."""
-    # oneDNN blocks its loops by these sizes, and another blocking sums in another order.
-    folder = Path("/sys/devices/system/cpu/cpu0/cache")
-    return ", ".join(each.read_text(encoding="utf-8").strip() for each in sorted(folder.glob("index*/size")))
-
-
-def _describe_gpu(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name} {properties.major}.{properties.minor}"
+    found = dict(PROCESSOR.findall(first))
+    for long in found.keys() & {"flags", "Features"}:
+        # The features are sorted, because their order does not depend on the processor alone.
+        features = " ".join(sorted(found[long].split()))
+        found[long] = hashlib.sha256(features.encode()).hexdigest()[:16]
+    # Of ARM's processors, Linux lists the features first.
+    listed = sorted(found.items(), key=lambda field: field[0] == "Features")
+    return f"{platform.machine()} {', '.join(f'{name} {value}' for name, value in listed)}"
 
 
 def _describe_cuda_settings() -> Fields:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from tempfile import NamedTemporaryFile
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,16 @@ def describe_machine(folder: Path) -> dict[str, Facts]:
     Args:
         folder: The folder for snapshots, in which a small file is written and removed.
     """
+    try:
+        devices = parse_devices("auto")
+        auto = ", ".join(map(str, devices))
+    except ValueError as error:
+        devices, auto = [], f"refused: {error}"
     return {
         "processor": _processor(),
-        "devices": _devices(),
+        "devices": {'devices="auto"': auto},
+        # Where these are equal, bits are.
+        "kernels": {name: value for name, value in kernel_class(devices).items() if value},
         "torch": _torch(),
         "network": _network(),
         f"disk ({folder})": _disk(folder),
@@ -78,7 +86,6 @@ def _processor() -> Facts:
     cores = f"{usable_cores()} of {os.cpu_count()}"
     return {
         "name": name[1] if name else platform.processor() or platform.machine(),
-        "vector width": torch.backends.cpu.get_cpu_capability(),
         "portable": _portable(),
         "cores usable": cores if quota is None else f"{cores}, limited to the time of {quota:g}",
         "memory": f"{int(free[1]) / 2**20:.1f} of {int(total[1]) / 2**20:.1f} GiB available"
@@ -106,28 +113,10 @@ def read(path: Path) -> str:
         return ""
 
 
-def _devices() -> Facts:
-    try:
-        devices = parse_devices("auto")
-    except ValueError as error:
-        return {'devices="auto"': f"refused: {error}"}
-    facts = {'devices="auto"': ", ".join(map(str, devices))}
-    for device in devices:
-        if device.type == "cuda":
-            about = torch.cuda.get_device_properties(device)
-            facts[str(device)] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.major}.{about.minor}"
-    return facts
-
-
 def _torch() -> Facts:
-    backends: Any = torch.backends  # torch does not declare all of these
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     return {
-        "versions": f"lockstep {__version__}, torch {torch.__version__}{cuda}, Python {platform.python_version()}",
-        "BLAS": UNKNOWN if blas is None else blas[1],
-        "oneDNN": "enabled" if backends.mkldnn.enabled else "disabled",
+        "versions": f"lockstep {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "threads": f"{torch.get_num_threads()} within and {torch.get_num_interop_threads()} between operations; "
         "lockstep uses one per device",
         "C++ compiler": compiler or "none (needed by torch.compile and by the tests of the emulated accelerator)",
@@ -179,16 +168,12 @@ def _disk(folder: Path) -> Facts:
 
 
 def _sync_seconds(folder: Path) -> float:
-    path = folder / f".lockstep-doctor-{os.getpid()}"
-    try:
-        with path.open("wb") as file:
-            start = time.perf_counter()
-            file.write(BLOCK)
-            file.flush()
-            os.fsync(file.fileno())
-            return time.perf_counter() - start
-    finally:
-        path.unlink(missing_ok=True)
+    with NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-") as file:
+        start = time.perf_counter()
+        file.write(BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+        return time.perf_counter() - start
 
 
 def kernel_variables(variables: Mapping[str, str]) -> Facts:

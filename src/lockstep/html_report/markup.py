@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from typing import Any, Final
-
-VOID: Final = frozenset({"meta"})
-"""Elements that have no content."""
+from typing import Any
 
 
 class Markup(str):
@@ -34,8 +31,7 @@ def element(tag: str, *content: object, **attributes: object) -> Markup:
         for name, value in given.items()
         if value is not None and value is not False
     )
-    start = f"<{tag}{text}>"
-    return Markup(start if tag in VOID else f"{start}{joined(*content)}</{tag}>")
+    return Markup(f"<{tag}{text}>{joined(*content)}</{tag}>")
 
 
 def joined(*content: object) -> Markup:

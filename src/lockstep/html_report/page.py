@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import resources
+from string import Template
 from typing import Any, Final
 
 from lockstep._version import __version__
@@ -49,31 +50,20 @@ def render(run: RunData, other: RunData | None = None) -> str:
         run, other = runs = [replace(each, name=str(each.path)) for each in runs]
     charts = choose_charts(runs)
     comparison, first = (Markup(), None) if other is None else _comparison(run, other)
-    style, script = (
-        resources.files("lockstep.html_report").joinpath("assets").joinpath(name).read_text("utf-8") for name in ASSETS
-    )
-    # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
+    assets = resources.files("lockstep.html_report").joinpath("assets")
+    page, style, script = (assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
     title = " and ".join(each.name for each in runs)
-    head = (
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{title} - lockstep report"),
-        element("style", Markup(style)),
+    figures = (_figures(each, runs) for each in runs)
+    return Template(page).substitute(
+        # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
+        title=joined(title),
+        style=style,
+        header=element("header", element("h1", title), _origin(runs), *figures, comparison),
+        main=element("main", *_sections(runs, charts)),
+        data=script_data({"runs": charts.runs, "first": first}),
+        script=script,
     )
-    data = {"runs": charts.runs, "first": first}
-    body = (
-        element("header", element("h1", title), _origin(runs), *(_figures(each, runs) for each in runs), comparison),
-        element("main", *_sections(runs, charts)),
-        element("script", script_data(data), type="application/json", id="data"),
-        element("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{element('html', element('head', *head), element('body', *body), lang='en')}\n"
-
-
-ASSETS: Final = ("page.css", "page.js")
 
 
 def _hash(text: str) -> str:

@@ -18,7 +18,7 @@ RECORD: Final = "run.jsonl"
 
 
 @dataclass(frozen=True)
-class Interval:
+class RecordedInterval:
     """What `RunRecord` has recorded of some updates.
 
     Attributes:
@@ -38,7 +38,7 @@ class Interval:
     devices: list[list[dict[str, float]]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Interval:
+    def of(cls, values: Mapping[str, Any]) -> RecordedInterval:
         """Return the interval in a line of the record."""
         return cls(
             int(values["update"]),
@@ -73,7 +73,7 @@ class Session:
     ranks: list[tuple[str, list[str]]]
     recipe: dict[str, Any]
     kernel_class: dict[str, Any]
-    intervals: list[Interval] = field(default_factory=list)
+    intervals: list[RecordedInterval] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -132,9 +132,9 @@ class RunData:
         return manifests[-1] if manifests else None
 
     @property
-    def final_intervals(self) -> list[Interval]:
+    def final_intervals(self) -> list[RecordedInterval]:
         """The intervals without those that a later session has repeated."""
-        found: list[Interval] = []
+        found: list[RecordedInterval] = []
         for session in self.sessions:
             found = [interval for interval in found if interval.update <= session.update] + session.intervals
         return found
@@ -177,7 +177,7 @@ def _read_record(path: Path) -> list[Session]:
         if kind == "session":
             sessions.append(Session.of(values))
         elif sessions and kind == "interval":
-            sessions[-1].intervals.append(Interval.of(values))
+            sessions[-1].intervals.append(RecordedInterval.of(values))
         elif sessions and kind == "end":
             sessions[-1].end.update(values)
             sessions[-1].recipe.update(values.get("recipe", {}))

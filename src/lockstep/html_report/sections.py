@@ -1,4 +1,4 @@
-"""The tables of a page, and the bars of the times."""
+"""The tables of a page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from typing import Any, Final
 
 from lockstep.html_report.log import Series
-from lockstep.html_report.markup import Markup, element, folded, joined, table
-from lockstep.html_report.run import Interval, RunData, Session
+from lockstep.html_report.markup import Markup, element, joined, table
+from lockstep.html_report.run import RecordedInterval, RunData, Session
 from lockstep.snapshots import Found
 
 SHOWN_DIGEST: Final = 16
@@ -161,16 +161,12 @@ def _session_row(session: Session) -> list[object]:
     ]
 
 
-WIDTH: Final = 1000
-"""The width of a bar in the units of its picture, which is stretched to the page."""
-HEIGHT: Final = 18
 IDLE: Final = "waiting"
-DEVICE_PHASES: Final = ("forward", "backward", IDLE)
 MS: Final = 1000
 
 
 def times_section(runs: Sequence[RunData]) -> Markup:
-    """Return bars and a table of the mean time per update, by phase for each rank and each device."""
+    """Return tables with bars of the mean time per update, by phase for each rank and each device."""
     ranks: list[tuple[str, dict[str, float]]] = []
     devices: list[tuple[str, dict[str, float]]] = []
     for run in runs:
@@ -199,7 +195,7 @@ def times_section(runs: Sequence[RunData]) -> Markup:
     )
 
 
-def _per_update(phases: Sequence[Mapping[str, float]], intervals: Sequence[Interval]) -> dict[str, float]:
+def _per_update(phases: Sequence[Mapping[str, float]], intervals: Sequence[RecordedInterval]) -> dict[str, float]:
     """Return the mean seconds per update that was measured."""
     count = sum(each.measured for each in intervals)
     names = dict.fromkeys(name for each in phases for name in each)
@@ -207,48 +203,22 @@ def _per_update(phases: Sequence[Mapping[str, float]], intervals: Sequence[Inter
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], caption: str) -> Markup:
-    """Return a legend, a bar per row on one scale, and the same numbers as a table."""
+    """Return a table with a bar and a number for each phase of each row, all on one scale."""
     names = list(dict.fromkeys(name for _, phases in rows for name in phases))
-    longest = max(sum(phases.values()) for _, phases in rows) or 1.0
-    legend = joined(
-        *(element("li", element("span", "", class_=f"swatch f{_colour(names, name)}"), name) for name in names)
-    )
-    figures = joined(*(_bar(label, phases, names, longest) for label, phases in rows))
+    longest = max((seconds for _, phases in rows for seconds in phases.values()), default=0.0) or 1.0
     cells: list[list[object]] = [
-        [label, *(f"{each * MS:.3f}" for each in [*(phases.get(name, 0.0) for name in names), sum(phases.values())])]
+        [
+            label,
+            *(_bar(phases.get(name, 0.0), sum(phases.values()), longest) for name in names),
+            f"{sum(phases.values()) * MS:.3f}",
+        ]
         for label, phases in rows
     ]
     header = ["", *(f"{name}, ms" for name in names), "sum, ms"]
-    numbers = table(header, cells, caption=caption, numbers=frozenset(range(1, len(header))))
-    return joined(element("ul", legend, class_="legend"), figures, folded("As a table", numbers))
+    return table(header, cells, caption=caption, numbers=frozenset(range(1, len(header))))
 
 
-def _bar(label: str, phases: Mapping[str, float], names: Sequence[str], longest: float) -> Markup:
-    total = sum(phases.values())
-    pieces: list[Markup] = []
-    start = 0.0
-    for name in names:
-        width = phases.get(name, 0.0) / longest * WIDTH
-        if width > 0:
-            share = f"{name}: {phases[name] * MS:.3f} ms, {phases[name] / total:.1%}"
-            # A gap of 2 separates neighbours without a line.
-            shape = {"x": f"{start:.2f}", "y": 0, "width": f"{max(width - 2, 0.5):.2f}", "height": HEIGHT}
-            mark = element("rect", **shape, class_=f"f{_colour(names, name)}")
-            pieces.append(element("g", element("title", share), mark))
-        start += width
-    shares = ", ".join(f"{name} {phases.get(name, 0.0) / (total or 1):.0%}" for name in names)
-    picture = element(
-        "svg",
-        *pieces,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"{label}: {shares}",
-    )
-    head = element("figcaption", label, element("span", f"{total * MS:.2f} ms per update", class_="quiet"))
-    return element("figure", head, picture, element("p", shares, class_="quiet"), class_="bar")
-
-
-def _colour(names: Sequence[str], name: str) -> int:
-    """Return the number of the colour of a phase; waiting is no work and has the quiet one."""
-    return 0 if name in {IDLE, "between updates"} else names.index(name) + 1
+def _bar(seconds: float, total: float, longest: float) -> Markup:
+    """Return a time in milliseconds, with a bar and its share in the total as the title of that."""
+    share = f"{seconds / (total or 1):.1%}"
+    return joined(f"{seconds * MS:.3f} ", element("meter", share, value=f"{seconds / longest:.4f}", title=share))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.communicators import LOOPBACK, RunEnvironment, listening_store, shutdown_timeout_for, timeout_for
 from lockstep.errors import PeerError
-from lockstep.launch.rank import Outcome, first_cause, run_rank
+from lockstep.launch.rank import RankOutcome, first_cause, run_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -116,7 +116,7 @@ class _Ranks:
         self._store: TCPStore | None = None
         self._processes: list[SpawnProcess] = []
         self._messages: list[Connection] = []
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RankOutcome] = {}
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
@@ -164,7 +164,7 @@ class _Ranks:
         # This closes the port of the store. An error may keep this object, and with it the store, for much longer.
         self._store = None
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[RankOutcome]:
         """Wait until all ranks have ended, and after a failure for `FAILURE_TIMEOUT` seconds at most.
 
         Returns:
@@ -178,7 +178,7 @@ class _Ranks:
             self._collect(left)
             if deadline is None and any(outcome.failed for outcome in self._outcomes.values()):
                 deadline = time.monotonic() + FAILURE_TIMEOUT
-        return [self._outcomes.get(rank, Outcome(rank)) for rank in range(len(self._processes))]
+        return [self._outcomes.get(rank, RankOutcome(rank)) for rank in range(len(self._processes))]
 
     def _expected(self) -> set[int]:
         """Return the ranks that may still send an outcome."""
@@ -194,14 +194,14 @@ class _Ranks:
             rank = next(rank for messages, rank in waiting.items() if messages is ready)
             self._outcomes[rank] = self._outcome(rank)
 
-    def _outcome(self, rank: int) -> Outcome:
+    def _outcome(self, rank: int) -> RankOutcome:
         """Return the outcome that a rank sent, or one with the exit code if it ended without sending one."""
         try:
             sent = self._messages[rank].recv_bytes()
         except EOFError:
             self._processes[rank].join()
-            return Outcome(rank, exit_code=self._processes[rank].exitcode)
-        outcome: Outcome = pickle.loads(sent)  # noqa: S301 - from our own child, by a pipe
+            return RankOutcome(rank, exit_code=self._processes[rank].exitcode)
+        outcome: RankOutcome = pickle.loads(sent)  # noqa: S301 - from our own child, by a pipe
         return outcome
 
 

@@ -28,7 +28,7 @@ UNGUARDED_HINT = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """How one rank ended. If only `rank` is set, the rank had not ended when the others were stopped.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome:
         return exited + (UNGUARDED_HINT if self.exit_code == 1 else "")
 
 
-def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
+def first_cause(outcomes: Iterable[RankOutcome]) -> RankOutcome | None:
     """Find the failure that caused the others.
 
     Args:
@@ -81,7 +81,7 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
         The outcome of a rank that raised its own error, else of a rank that ended without an outcome, else of
         a rank that blames another one; None if no rank failed.
 
-    >>> raised, blaming = Outcome(1, error="ValueError: no"), Outcome(0, error="PeerError: rank 1", peer=1)
+    >>> raised, blaming = RankOutcome(1, error="ValueError: no"), RankOutcome(0, error="PeerError: rank 1", peer=1)
     >>> first_cause([blaming, raised]).rank
     1
     """
@@ -102,7 +102,7 @@ def run_rank(
         method: The start method of multiprocessing to set; None for the default of the platform.
         call: The function and its arguments, pickled.
         lifeline: A pipe that ends when the launching process has ended.
-        report: The pipe to which one pickled `Outcome` is written.
+        report: The pipe to which one pickled `RankOutcome` is written.
     """
     set_start_method(method, force=True)
     # The launching process learns of the end of this one from the pipe, so a forked worker must not keep it open.
@@ -137,10 +137,10 @@ def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
     """Call the function, and return the pickled outcome and the exit code of this process."""
     try:
         main, args = pickle.loads(call)  # noqa: S301 - from the launching process, by a pipe
-        return pickle.dumps(Outcome(rank, value=main(*args))), 0
+        return pickle.dumps(RankOutcome(rank, value=main(*args))), 0
     except SystemExit as error:
         if not error.code:
-            return pickle.dumps(Outcome(rank)), 0
+            return pickle.dumps(RankOutcome(rank)), 0
         return pickle.dumps(_raised(rank, error)), error.code if isinstance(error.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported to the launching process, which raises
         # Python does the same for an error that ends a script, and the watch reports it to the other ranks at the end.
@@ -148,13 +148,13 @@ def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
         return pickle.dumps(_raised(rank, error)), 1
 
 
-def _raised(rank: int, error: BaseException) -> Outcome:
+def _raised(rank: int, error: BaseException) -> RankOutcome:
     """Return the outcome of a rank that raised an error."""
     # The error is sent as text, because it may not be picklable, or its class not be importable in the launching
     # process.
     peer = error.rank if isinstance(error, PeerError | PeerInterrupt) and error.rank != rank else None
     phase = error.phase if isinstance(error, PeerError) else ""
-    return Outcome(
+    return RankOutcome(
         rank,
         error=f"{type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),

@@ -54,10 +54,10 @@ class Numbers:
         """Return the next integers from 0 to a bound."""
         return self(*shape, low=0, high=below, dtype=torch.float64, grad=False).long()
 
-    def definite(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def definite(self, size: int) -> Tensor:
         """Return a symmetric matrix whose eigenvalues are positive."""
-        square = self(size, size, dtype=dtype, grad=False)
-        return ((square + square.t()) / 2 + size * torch.eye(size, dtype=dtype)).requires_grad_()
+        square = self(size, size, grad=False)
+        return ((square + square.t()) / 2 + size * torch.eye(size)).requires_grad_()
 
 
 Case = Callable[[Numbers], Sequence[Tensor]]
@@ -82,14 +82,8 @@ def of(function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> 
     return lambda numbers: both(numbers, function, *(numbers(*shape, **options) for shape in shapes))
 
 
-def plain(function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> Case:
-    """Return the case of a function of tensors without gradients."""
-
-    def case(numbers: Numbers) -> list[Tensor]:
-        found = function(*(numbers(*shape, **options, grad=False) for shape in shapes))
-        return [found] if isinstance(found, Tensor) else list(found)
-
-    return case
+plain: Final = partial(of, grad=False)
+"""Return the case of a function of tensors without gradients."""
 
 
 def module(make: Callable[[], nn.Module], *shape: int, scale: float = 0.2, autocast: bool = False) -> Case:
@@ -123,11 +117,8 @@ def _products() -> Iterator[tuple[str, Case]]:
         yield f"{kind} product of transposes", made(lambda a, b: a.t() @ b.t(), (65, 70), (90, 65))
         yield f"{kind} product of slices", made(lambda a, b: a[:, 3:] @ b[::2], (70, 71), (136, 90))
         yield f"{kind} product of an expanded row", made(lambda a, b: a.expand(70, 80) @ b, (1, 80), (80, 90))
-        yield f"{kind} sum of a product", made(lambda a, b, c: torch.addmm(c, a, b), (40, 90), (90, 80), (80,))
-        yield (
-            f"{kind} scaled product",
-            made(lambda a, b, c: torch.addmm(c, a, b, beta=0.5, alpha=2), (40, 90), (90, 80), (40, 80)),
-        )
+        yield f"{kind} sum of a product", made(_addmm, (40, 90), (90, 80), (80,))
+        yield f"{kind} scaled product", made(partial(_addmm, beta=0.5, alpha=2), (40, 90), (90, 80), (40, 80))
         yield f"{kind} matrix and vector", made(torch.mv, (133, 301), (301,))
         yield f"{kind} dot product", made(torch.dot, (4097,), (4097,))
         yield f"{kind} outer product", made(torch.addr, (33, 37), (33,), (37,))
@@ -135,11 +126,15 @@ def _products() -> Iterator[tuple[str, Case]]:
             yield f"{kind} {b} products {m}x{k}x{n}", made(torch.bmm, (b, m, k), (b, k, n))
         yield f"{kind} sum of products", made(torch.baddbmm, (3, 9, 11), (3, 9, 17), (3, 17, 11))
         yield f"{kind} distances", made(torch.cdist, (40, 33), (50, 33))
-    yield "linear", lambda n: both(n, F.linear, n(96, 300), n(31, 300), n(31))
-    yield "linear of three dimensions", lambda n: both(n, F.linear, n(5, 7, 133), n(92, 133), n(92))
-    yield "linear of one row", lambda n: both(n, F.linear, n(1, 500), n(300, 500), n(300))
-    yield "bilinear", lambda n: both(n, F.bilinear, n(9, 5), n(9, 7), n(4, 5, 7), n(4))
-    yield "einsum", lambda n: both(n, partial(torch.einsum, "bhqd,bhkd->bhqk"), n(2, 3, 11, 8), n(2, 3, 13, 8))
+    yield "linear", of(F.linear, (96, 300), (31, 300), (31,))
+    yield "linear of three dimensions", of(F.linear, (5, 7, 133), (92, 133), (92,))
+    yield "linear of one row", of(F.linear, (1, 500), (300, 500), (300,))
+    yield "bilinear", of(F.bilinear, (9, 5), (9, 7), (4, 5, 7), (4,))
+    yield "einsum", of(partial(torch.einsum, "bhqd,bhkd->bhqk"), (2, 3, 11, 8), (2, 3, 13, 8))
+
+
+def _addmm(a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
+    return torch.addmm(c, a, b, **options)
 
 
 CONVOLUTIONS: Final[Mapping[str, tuple[Sequence[int], Sequence[int], dict[str, Any]]]] = {
@@ -160,52 +155,39 @@ CONVOLUTIONS: Final[Mapping[str, tuple[Sequence[int], Sequence[int], dict[str, A
 def convolution(function: Callable[..., Any], x: Sequence[int], weight: Sequence[int], **options: Any) -> Case:
     """Return the case of a convolution with a bias."""
     biases = weight[1] * options.get("groups", 1) if "transpose" in function.__name__ else weight[0]
-    return lambda n: both(n, lambda a, b, c: function(a, b, c, **options), n(*x), n(*weight), n(biases))
+    return of(lambda a, b, c: function(a, b, c, **options), x, weight, (biases,))
 
 
 def _convolutions() -> Iterator[tuple[str, Case]]:
     for name, (x, weight, options) in CONVOLUTIONS.items():
         yield f"convolution {name}", convolution(F.conv2d, x, weight, **options)
-    yield (
-        "convolution of the last channels",
-        lambda n: both(
-            n,
-            lambda a, b, c: F.conv2d(a.contiguous(memory_format=torch.channels_last), b, c, padding=1),
-            *(n(2, 16, 8, 8), n(32, 16, 3, 3), n(32)),
-        ),
-    )
-    yield (
-        "convolution in float64",
-        lambda n: both(
-            n,
-            lambda a, b: F.conv2d(a, b, padding=1),
-            *(n(2, 5, 8, 8, dtype=torch.float64), n(7, 5, 3, 3, dtype=torch.float64)),
-        ),
-    )
+    yield "convolution of the last channels", of(_of_last_channels, (2, 16, 8, 8), (32, 16, 3, 3), (32,))
+    yield "convolution in float64", of(_padded, (2, 5, 8, 8), (7, 5, 3, 3), dtype=torch.float64)
     yield "convolution of one dimension", convolution(F.conv1d, (3, 8, 50), (12, 8, 5), padding=2)
     yield "convolution of three dimensions", convolution(F.conv3d, (1, 3, 6, 7, 8), (4, 3, 3, 3, 3), padding=1)
-    yield "transposed convolution", convolution(F.conv_transpose2d, (2, 8, 6, 6), (8, 5, 4, 4), stride=2, padding=1)
-    yield (
-        "transposed convolution of 2 groups",
-        convolution(F.conv_transpose2d, (2, 8, 5, 5), (8, 3, 3, 3), stride=2, groups=2, output_padding=1),
-    )
-    yield "transposed convolution of one dimension", convolution(F.conv_transpose1d, (2, 8, 16), (8, 5, 4), stride=2)
-    yield (
-        "transposed convolution of three dimensions",
-        convolution(F.conv_transpose3d, (1, 4, 4, 4, 4), (4, 3, 3, 3, 3), stride=2),
-    )
+    transposed = partial(convolution, stride=2)
+    yield "transposed convolution", transposed(F.conv_transpose2d, (2, 8, 6, 6), (8, 5, 4, 4), padding=1)
+    grouped = partial(transposed, groups=2, output_padding=1)
+    yield "transposed convolution of 2 groups", grouped(F.conv_transpose2d, (2, 8, 5, 5), (8, 3, 3, 3))
+    yield "transposed convolution of one dimension", transposed(F.conv_transpose1d, (2, 8, 16), (8, 5, 4))
+    cube = (1, 4, 4, 4, 4), (4, 3, 3, 3, 3)
+    yield "transposed convolution of three dimensions", transposed(F.conv_transpose3d, *cube)
 
 
-def _layer_norm(size: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (size,), weight, bias)
+def _padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.conv2d(x, weight, bias, padding=1)
+
+
+def _of_last_channels(x: Tensor, *others: Tensor) -> Tensor:
+    return _padded(x.contiguous(memory_format=torch.channels_last), *others)
 
 
 def _normalizations() -> Iterator[tuple[str, Case]]:
     for size in (32, 131):
-        yield f"layer norm of {size}", of(partial(_layer_norm, size), (17, size), (size,), (size,))
-    yield "rms norm", lambda n: both(n, lambda x, w: F.rms_norm(x, (131,), w), n(17, 131), n(131))
-    yield "group norm", lambda n: both(n, lambda x, w, b: F.group_norm(x, 3, w, b), n(4, 12, 5, 5), n(12), n(12))
-    yield "instance norm", lambda n: both(n, F.instance_norm, n(4, 6, 9, 9))
+        yield f"layer norm of {size}", of(partial(_normalize, F.layer_norm), (17, size), (size,), (size,))
+    yield "rms norm", of(partial(_normalize, F.rms_norm), (17, 131), (131,))
+    yield "group norm", of(lambda x, w, b: F.group_norm(x, 3, w, b), (4, 12, 5, 5), (12,), (12,))
+    yield "instance norm", of(F.instance_norm, (4, 6, 9, 9))
     yield "batch norm of images", module(lambda: nn.BatchNorm2d(24), 8, 24, 7, 7)
     yield "batch norm of vectors", module(lambda: nn.BatchNorm1d(20), 33, 20)
     yield "batch norm in evaluation", module(lambda: nn.BatchNorm2d(24).eval(), 8, 24, 7, 7)
@@ -213,30 +195,39 @@ def _normalizations() -> Iterator[tuple[str, Case]]:
         for name, function in (("softmax", F.softmax), ("log softmax", F.log_softmax)):
             yield f"{name} of {shape} over {dim}", of(partial(function, dim=dim), shape, low=-6, high=6)
     yield "cross entropy", lambda n: both(n, lambda x: F.cross_entropy(x, n.integers(64, below=10)), n(64, 10))
+    smooth = partial(F.cross_entropy, label_smoothing=0.1)
     yield (
         "cross entropy with smooth labels",
-        lambda n: both(n, lambda x: F.cross_entropy(x, n.integers(63, below=11), label_smoothing=0.1), n(63, 11)),
+        lambda n: both(n, lambda x: smooth(x, n.integers(63, below=11)), n(63, 11)),
     )
 
 
+def _normalize(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    return function(x, x.shape[-1:], *others)
+
+
+NAMED: Final = (
+    "relu",
+    "gelu",
+    "silu",
+    "mish",
+    "elu",
+    "selu",
+    "celu",
+    "softplus",
+    "hardswish",
+    "softsign",
+    "tanhshrink",
+)
+"""Activations that the cases call as torch does."""
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "mish": F.mish,
-    "elu": F.elu,
-    "selu": F.selu,
-    "celu": F.celu,
-    "softplus": F.softplus,
+    **{name: getattr(F, name) for name in NAMED},
+    "gelu by tanh": partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "hardswish": F.hardswish,
     "leaky relu": F.leaky_relu,
     "log sigmoid": F.logsigmoid,
-    "glu": lambda x: F.glu(x, 0),
-    "softsign": F.softsign,
-    "tanhshrink": F.tanhshrink,
+    "glu": partial(F.glu, dim=0),
 }
 
 FUNCTIONS: Final[Mapping[str, tuple[float, float]]] = {
@@ -304,15 +295,11 @@ def _pairs() -> Iterator[tuple[str, Case]]:
 
 
 REDUCTIONS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "sum": torch.sum,
-    "mean": torch.mean,
+    **{name: getattr(torch, name) for name in ("sum", "mean", "logsumexp", "cumsum", "logcumsumexp")},
     "variance": torch.var,
     "deviation": torch.std,
-    "logsumexp": torch.logsumexp,
     "product": lambda x, dim: torch.prod(x + 1.2, dim),
-    "cumsum": torch.cumsum,
     "cumprod": lambda x, dim: torch.cumprod(x + 1.2, dim),
-    "logcumsumexp": torch.logcumsumexp,
     "norm": lambda x, dim: torch.linalg.vector_norm(x, dim=dim),
     "1-norm": lambda x, dim: torch.linalg.vector_norm(x, 1, dim=dim),
     "3-norm": lambda x, dim: torch.linalg.vector_norm(x, 3, dim=dim),
@@ -340,12 +327,7 @@ OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-4, nesterov=True),
     "Adam": partial(torch.optim.Adam, weight_decay=1e-4),
     "AdamW": partial(torch.optim.AdamW, amsgrad=True),
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
-    "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
+    **{name: getattr(torch.optim, name) for name in ("Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")},
 }
 HAVE_FUSED: Final = ("SGD", "Adam", "AdamW", "Adagrad")
 
@@ -372,21 +354,15 @@ def _optimizers() -> Iterator[tuple[str, Case]]:
             yield f"{name} fused", _optimizer(make, fused=True)
 
 
-def _attention(numbers: Numbers, *sizes: int, **options: Any) -> list[Tensor]:
-    batch, heads, queries, keys, width = sizes
-    function = partial(F.scaled_dot_product_attention, **options)
-    shapes = (batch, heads, queries, width), (batch, heads, keys, width), (batch, heads, keys, width)
-    return both(numbers, function, *(numbers(*shape) for shape in shapes))
-
-
 def _networks() -> Iterator[tuple[str, Case]]:
     yield "LSTM", module(lambda: nn.LSTM(12, 24, 2, batch_first=True), 5, 9, 12)
     yield "LSTM both ways", module(lambda: nn.LSTM(12, 24, bidirectional=True, batch_first=True), 5, 9, 12)
     yield "GRU", module(lambda: nn.GRU(12, 24, batch_first=True), 5, 9, 12)
     yield "RNN", module(lambda: nn.RNN(12, 24, batch_first=True), 5, 9, 12)
-    yield "attention", lambda n: _attention(n, 2, 4, 28, 28, 24)
-    yield "causal attention", lambda n: _attention(n, 2, 3, 37, 37, 16, is_causal=True)
-    yield "cross attention", lambda n: _attention(n, 2, 3, 17, 70, 8)
+    attention = F.scaled_dot_product_attention
+    yield "attention", of(attention, *[(2, 4, 28, 24)] * 3)
+    yield "causal attention", of(partial(attention, is_causal=True), *[(2, 3, 37, 16)] * 3)
+    yield "cross attention", of(attention, (2, 3, 17, 8), *[(2, 3, 70, 8)] * 2)
     encoder = partial(nn.TransformerEncoderLayer, 32, 4, 48, 0.0, batch_first=True)
     yield "encoder", module(encoder, 5, 11, 32)
     yield "encoder with gelu", module(partial(encoder, activation="gelu"), 5, 11, 32)
@@ -398,45 +374,37 @@ def _networks() -> Iterator[tuple[str, Case]]:
         ("encoder", encoder, (5, 11, 32)),
     ):
         yield f"{name} in bfloat16", module(make, *shape, autocast=True)
-    yield (
-        "products in bfloat16",
-        lambda n: both(n, torch.bmm, n(3, 17, 33, dtype=torch.bfloat16), n(3, 33, 19, dtype=torch.bfloat16)),
-    )
+    yield "products in bfloat16", of(torch.bmm, (3, 17, 33), (3, 33, 19), dtype=torch.bfloat16)
     for name, function in (("gelu", F.gelu), ("exp", torch.exp), ("softmax", lambda x: F.softmax(x, -1))):
         yield f"{name} in bfloat16", plain(function, (17, 131), dtype=torch.bfloat16)
-
-
-def _cholesky(size: int) -> Case:
-    return lambda numbers: [torch.linalg.cholesky(numbers.definite(size).detach())]
-
-
-def _fourier(x: Tensor) -> Tensor:
-    return torch.view_as_real(torch.fft.rfft(x))
 
 
 def _decompositions() -> Iterator[tuple[str, Case]]:
     linalg = torch.linalg
     for size in (40, 129, 150):
-        yield f"Cholesky of {size}", _cholesky(size)
-    yield "Cholesky and its gradient", lambda n: both(n, linalg.cholesky, n.definite(33))
-    yield "QR", lambda n: both(n, linalg.qr, n(40, 20))
-    yield "singular values", lambda n: both(n, linalg.svdvals, n(30, 20))
-    yield "eigenvalues", lambda n: both(n, linalg.eigvalsh, n.definite(25))
-    yield "solve", lambda n: both(n, linalg.solve, n.definite(33), n(33, 5))
-    yield "inverse", lambda n: both(n, linalg.inv, n.definite(33))
-    yield "determinant", lambda n: both(n, linalg.slogdet, n.definite(20))
-    yield "matrix exponential", lambda n: both(n, linalg.matrix_exp, n(10, 10))
-    yield "triangular solve", lambda n: both(n, partial(linalg.solve_triangular, upper=False), n.definite(33), n(33, 5))
-    yield (
-        "least squares by QR",
-        lambda n: [linalg.lstsq(n(30, 7, grad=False), n(30, 2, grad=False), driver="gels").solution],
-    )
+        yield f"Cholesky of {size}", _of_definite(lambda matrix: linalg.cholesky(matrix.detach()), size)
+    yield "Cholesky and its gradient", _of_definite(linalg.cholesky, 33)
+    yield "QR", of(linalg.qr, (40, 20))
+    yield "singular values", of(linalg.svdvals, (30, 20))
+    yield "eigenvalues", _of_definite(linalg.eigvalsh, 25)
+    yield "solve", _of_definite(linalg.solve, 33, (33, 5))
+    yield "inverse", _of_definite(linalg.inv, 33)
+    yield "determinant", _of_definite(linalg.slogdet, 20)
+    yield "matrix exponential", of(linalg.matrix_exp, (10, 10))
+    yield "triangular solve", _of_definite(partial(linalg.solve_triangular, upper=False), 33, (33, 5))
+    yield "least squares by QR", plain(lambda a, b: linalg.lstsq(a, b, driver="gels").solution, (30, 7), (30, 2))
     for name, size in (("of 100", 100), ("of 128", 128), ("of a prime", 131)):
-        yield f"Fourier transform {name}", of(_fourier, (3, size))
-    yield (
-        "Fourier transform of two dimensions",
-        lambda n: both(n, lambda x: torch.view_as_real(torch.fft.rfft2(x)), n(3, 12, 18)),
-    )
+        yield f"Fourier transform {name}", of(partial(_as_real, torch.fft.rfft), (3, size))
+    yield "Fourier transform of two dimensions", of(partial(_as_real, torch.fft.rfft2), (3, 12, 18))
+
+
+def _of_definite(function: Callable[..., Any], size: int, *shapes: Sequence[int]) -> Case:
+    """Return the case of a function of a symmetric matrix with positive eigenvalues, and of other tensors."""
+    return lambda numbers: both(numbers, function, numbers.definite(size), *(numbers(*shape) for shape in shapes))
+
+
+def _as_real(transform: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.view_as_real(transform(x))
 
 
 def _images() -> Iterator[tuple[str, Case]]:
@@ -453,27 +421,16 @@ def _images() -> Iterator[tuple[str, Case]]:
         "local response": partial(F.local_response_norm, size=3),
     }.items():
         yield name, of(function, image)
-    yield "grid sample", lambda n: both(n, partial(F.grid_sample, align_corners=False), n(*image), n(2, 5, 6, 2))
+    yield "grid sample", of(partial(F.grid_sample, align_corners=False), image, (2, 5, 6, 2))
     yield "embedding", lambda n: both(n, lambda w: F.embedding(n.integers(33, 7, below=50), w), n(50, 19))
     yield "embedding bag", lambda n: both(n, lambda w: F.embedding_bag(n.integers(33, 7, below=50), w), n(50, 32))
     yield "scatter", lambda n: both(n, lambda x: torch.zeros(20).scatter_add(0, n.integers(300, below=20), x), n(300))
     yield "index", lambda n: both(n, lambda x: x[n.integers(30, below=20)], n(20, 7))
 
 
-CASES: Final[Mapping[str, Case]] = {
-    name: case
-    for group in (
-        _products,
-        _convolutions,
-        _normalizations,
-        _functions,
-        _pairs,
-        _reductions,
-        _optimizers,
-        _networks,
-        _decompositions,
-        _images,
-    )
-    for name, case in group()
-}
+GROUPS: Final = (
+    *(_products, _convolutions, _normalizations, _functions, _pairs),
+    *(_reductions, _optimizers, _networks, _decompositions, _images),
+)
+CASES: Final[Mapping[str, Case]] = {name: case for group in GROUPS for name, case in group()}
 """All cases, by the name that an error uses for them."""

@@ -10,7 +10,7 @@ Processing", 2006, section 3: the columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -169,32 +169,18 @@ def _outputs(x: Tensor, weight: Tensor, geometry: Geometry, more: Sequence[int] 
     return found if min(found) > 0 else None
 
 
-def _convolution(own: Callable[..., Any]) -> Callable[..., Any]:
-    def convolution(  # noqa: PLR0917 - as torch passes them
-        keyset: torch._C.DispatchKeySet,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> Tensor:
-        geometry = _geometry(x, weight, (stride, padding, dilation), groups)
-        more = output_padding if transposed else None
-        outputs = None if geometry is None else _outputs(x, weight, geometry, more)
-        if geometry is None or outputs is None or (bias is not None and not _is_plain(bias)):
-            found: Tensor = own(keyset, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-            return found
-        compute = input_gradient if transposed else convolve
-        found = compute(x, weight, geometry, outputs)
-        if bias is not None:
-            found += bias.view(-1, *(1,) * (x.dim() - 2))
-        return found.contiguous(memory_format=_layout_of(x, weight))
-
-    return convolution
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor | None:
+    """Return the result of torch's operator of this name."""
+    *sizes, transposed, output_padding, groups = options
+    geometry = _geometry(x, weight, sizes, groups)
+    outputs = None if geometry is None else _outputs(x, weight, geometry, output_padding if transposed else None)
+    if geometry is None or outputs is None or (bias is not None and not _is_plain(bias)):
+        return None
+    compute = input_gradient if transposed else convolve
+    found = compute(x, weight, geometry, outputs)
+    if bias is not None:
+        found += bias.view(-1, *(1,) * (x.dim() - 2))
+    return found.contiguous(memory_format=_layout_of(x, weight))
 
 
 def _layout_of(*tensors: Tensor) -> torch.memory_format:
@@ -207,46 +193,18 @@ def _layout_of(*tensors: Tensor) -> torch.memory_format:
     return last if is_last else plain
 
 
-def _convolution_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    def convolution_backward(  # noqa: PLR0917 - as torch passes them
-        keyset: torch._C.DispatchKeySet,
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias_sizes: Sequence[int] | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-        output_mask: Sequence[bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        geometry = _geometry(x, weight, (stride, padding, dilation), groups)
-        if geometry is None or not _is_plain(g):
-            gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = own(
-                *(keyset, g, x, weight, bias_sizes, stride, padding, dilation),
-                *(transposed, output_padding, groups, output_mask),
-            )
-            return gradients
-        of_input = of_weight = of_bias = None
-        if output_mask[0]:
-            if transposed:
-                of_input = convolve(g, weight, geometry, x.shape[2:])
-            else:
-                of_input = input_gradient(g, weight, geometry, x.shape[2:])
-            of_input = of_input.contiguous(memory_format=_layout_of(x, weight))
-        if output_mask[1]:
-            of_weight = weight_gradient(*((g, x) if transposed else (x, g)), weight, geometry)
-        if output_mask[2]:
-            of_bias = g.sum([0, *range(2, g.dim())])
-        return of_input, of_weight, of_bias
-
-    return convolution_backward
-
-
-OVERRIDES: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-}
-"""By the name of an operator, a function from its own kernel to its replacement."""
+def convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor | None, ...] | None:
+    """Return the result of torch's operator of this name: the gradients by input, kernel and bias that are wanted."""
+    _, *sizes, transposed, _, groups, wanted = options
+    geometry = _geometry(x, weight, sizes, groups)
+    if geometry is None or not _is_plain(g):
+        return None
+    of_input = of_weight = of_bias = None
+    if wanted[0]:
+        compute = convolve if transposed else input_gradient
+        of_input = compute(g, weight, geometry, x.shape[2:]).contiguous(memory_format=_layout_of(x, weight))
+    if wanted[1]:
+        of_weight = weight_gradient(*((g, x) if transposed else (x, g)), weight, geometry)
+    if wanted[2]:
+        of_bias = g.sum([0, *range(2, g.dim())])
+    return of_input, of_weight, of_bias

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,56 +10,36 @@ from torch import Tensor
 from lockstep.errors import PortableKernelsError
 
 
-def _in_float64(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Factorize in float64, because MKL's float32 Cholesky of more than 128 rows depends on the processor."""
+def cholesky(operator: str, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Factorize in float64, because MKL's float32 Cholesky of more than 128 rows depends on the processor.
 
-    def cholesky(keyset: torch._C.DispatchKeySet, a: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if a.dtype is not torch.float32 or not a.is_cpu:
-            return own(keyset, a, *args, **kwargs)
-        found = own(keyset, a.double(), *args, **kwargs)
-        if isinstance(found, Tensor):
-            return found.float()
-        factor, info = found
-        return factor.float(), info
-
-    return cholesky
-
-
-def _no_sparse_solve(own: Callable[..., Any]) -> Callable[..., Any]:
-    def triangular_solve(keyset: torch._C.DispatchKeySet, b: Tensor, a: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if a.layout is not torch.strided:
-            raise PortableKernelsError(
-                "`torch.triangular_solve` has no portable kernel for sparse matrices. Pass a dense one: a.to_dense()."
-            )
-        return own(keyset, b, a, *args, **kwargs)
-
-    return triangular_solve
+    Args:
+        operator: The name of torch's operator.
+        a: The matrices.
+        args: The other arguments of the operator.
+        kwargs: Its arguments by name.
+    """
+    if a.dtype is not torch.float32 or not a.is_cpu:
+        return None
+    found = getattr(torch.ops.aten, operator)(a.double(), *args, **kwargs)
+    if isinstance(found, Tensor):
+        return found.float()
+    factor, info = found
+    return factor.float(), info
 
 
-def _no_pivots(own: Callable[..., Any]) -> Callable[..., Any]:
-    def lstsq(
-        keyset: torch._C.DispatchKeySet,
-        a: Tensor,
-        b: Tensor,
-        rcond: float | None = None,
-        *,
-        driver: str | None = None,
-    ) -> Any:
-        if a.is_cpu and driver in {None, "gelsy"}:
-            raise PortableKernelsError(
-                "`torch.linalg.lstsq` with the driver 'gelsy', the default on CPUs, gives other bits in every call. "
-                "Pass driver='gels' for matrices of full rank, or driver='gelsd'."
-            )
-        return own(keyset, a, b, rcond, driver=driver)
-
-    return lstsq
+def triangular_solve(_b: Tensor, a: Tensor, *_args: Any, **_kwargs: Any) -> None:
+    """Refuse sparse matrices."""
+    if a.layout is not torch.strided:
+        raise PortableKernelsError(
+            "`torch.triangular_solve` has no portable kernel for sparse matrices. Pass a dense one: a.to_dense()."
+        )
 
 
-OVERRIDES: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    "cholesky": _in_float64,
-    "linalg_cholesky_ex": _in_float64,
-    "linalg_lstsq": _no_pivots,
-    "triangular_solve": _no_sparse_solve,
-    "triangular_solve.X": _no_sparse_solve,
-}
-"""By the name of an operator, a function from its own kernel to its replacement."""
+def lstsq(a: Tensor, *_args: Any, driver: str | None = None) -> None:
+    """Refuse the driver that gives other bits in every call."""
+    if a.is_cpu and driver in {None, "gelsy"}:
+        raise PortableKernelsError(
+            "`torch.linalg.lstsq` with the driver 'gelsy', the default on CPUs, gives other bits in every call. "
+            "Pass driver='gels' for matrices of full rank, or driver='gelsd'."
+        )

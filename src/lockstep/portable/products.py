@@ -7,8 +7,7 @@ with MKL, whose calls cost less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -58,42 +57,23 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _mm(own: Callable[..., Any]) -> Callable[..., Any]:
-    def mm(keyset: torch._C.DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
-        product: Tensor = multiply(a, b) if _fits(a, b) and a.shape[1] == b.shape[0] else own(keyset, a, b)
-        return product
-
-    return mm
+def mm(a: Tensor, b: Tensor) -> Tensor | None:
+    """Multiply two matrices."""
+    return multiply(a, b) if _fits(a, b) and a.shape[1] == b.shape[0] else None
 
 
-def _addmm(own: Callable[..., Any]) -> Callable[..., Any]:
-    def addmm(
-        keyset: torch._C.DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> Tensor:
-        is_linear = bias.dim() == 1 and beta == 1 and alpha == 1 and bias.dtype is _FLOAT32
-        if is_linear and _fits(a, b) and a.shape[1] == b.shape[0] and bias.shape[0] == b.shape[1]:
-            return multiply(a, b, bias.contiguous())
-        product: Tensor = own(keyset, bias, a, b, beta=beta, alpha=alpha)
-        return product
-
-    return addmm
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    """Multiply two matrices, and add a bias to each row."""
+    is_linear = bias.dim() == 1 and beta == 1 and alpha == 1 and bias.dtype is _FLOAT32
+    if is_linear and _fits(a, b) and a.shape[1] == b.shape[0] and bias.shape[0] == b.shape[1]:
+        return multiply(a, b, bias.contiguous())
+    return None
 
 
-def _bmm(own: Callable[..., Any]) -> Callable[..., Any]:
-    def bmm(keyset: torch._C.DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
-        # The threshold is one of a single matrix.
-        is_large = a.dtype is _FLOAT32 and a.dim() == b.dim() == BATCHED and a.shape[0] == b.shape[0] > 0
-        if is_large and a.shape[2] == b.shape[1] and _fits(a[0], b[0]):
-            return torch.stack([multiply(a[index], b[index]) for index in range(a.shape[0])])
-        product: Tensor = own(keyset, a, b)
-        return product
-
-    return bmm
-
-
-OVERRIDES: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
-    "mm": _mm,
-    "addmm": _addmm,
-    "bmm": _bmm,
-}
-"""By the name of an operator, a function from its own kernel to its replacement."""
+def bmm(a: Tensor, b: Tensor) -> Tensor | None:
+    """Multiply the matrices of two batches."""
+    # The threshold is one of a single matrix.
+    is_large = a.dtype is _FLOAT32 and a.dim() == b.dim() == BATCHED and a.shape[0] == b.shape[0] > 0
+    if is_large and a.shape[2] == b.shape[1] and _fits(a[0], b[0]):
+        return torch.stack([multiply(a[index], b[index]) for index in range(a.shape[0])])
+    return None

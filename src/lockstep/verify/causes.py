@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from lockstep.verify.comparison import Difference
+from lockstep.verify.comparison import Difference, Run
 from lockstep.verify.ways import Way
 
 CURES: Final = {
@@ -63,41 +61,23 @@ class Cause:
         return first + CURES[self.kind]
 
 
-def cause_of(way: Way, difference: Difference, ours: Sequence[Path], theirs: Sequence[Path]) -> Cause:
+def cause_of(way: Way, difference: Difference, ours: Run, theirs: Sequence[Run]) -> Cause:
     """Return the cause of a difference, from what its shard or step did in both runs.
 
     Args:
         way: The way that differs.
         difference: The difference.
-        ours: The records of the first way, with its experiments.
-        theirs: The records of the other way's processes.
+        ours: What the first way has recorded, with its experiments.
+        theirs: What the processes of the other way have recorded.
     """
-    first = _traces(ours)
+    first, second = ours.trace, next((run.trace for run in theirs if run.trace), {})
     kind = first.get("kind", "")
     if not kind:
         is_placed = way.devices > 1 or way.reverse
         kind = "resume" if way.resumes else "state" if is_placed else "process"
         if difference.what == "step" and kind == "state":
             kind = "sum"
-    for name, one, other in _differing(first, _traces(theirs)):
-        return Cause(kind, name, one["line"] or other["line"], one["module"])
-    return Cause(kind)
-
-
-def _traces(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return what the process that had the shard has written about it."""
-    for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            found = json.loads(line).get("trace")
-            if found is not None:
-                traced: dict[str, Any] = found
-                return traced
-    return {}
-
-
-def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the first pair of calls that differ, with the name of the operator; empty if there is none."""
     for one, other in zip(first.get("calls", []), second.get("calls", []), strict=False):
         if (one["operator"], one["made"]) != (other["operator"], other["made"]):
-            return [(one["operator"], one, other)]
-    return []
+            return Cause(kind, one["operator"], one["line"] or other["line"], one["module"])
+    return Cause(kind)

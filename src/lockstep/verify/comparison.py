@@ -58,14 +58,16 @@ class Run:
 
     Attributes:
         updates: The records of its updates.
-        notes: What was noted about the script.
+        notes: What was noted about the script. Of a dict, each note adds keys.
         compared: What was found by comparing gradients with those of a single shard.
+        trace: What the shard or step that is looked at has called, if this process had it.
         error: The error that ended it; empty without one.
     """
 
     updates: dict[Key, dict[str, Any]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     compared: list[dict[str, Any]] = field(default_factory=list)
+    trace: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
@@ -84,8 +86,11 @@ def read_run(paths: Iterable[Path]) -> list[Run]:
             if "update" in line:
                 run.updates[line["update"], line["source"]] = line
             else:
-                run.notes.update(line.get("note", {}))
+                for name, noted in line.get("note", {}).items():
+                    run.notes[name] = {**run.notes.get(name, {}), **noted} if isinstance(noted, dict) else noted
                 run.compared.extend(line.get("compared", []))
+                for name, value in line.get("trace", {}).items():
+                    run.trace.setdefault(name, value)
                 error = line.get("error", error)
         runs.append(replace(run, error=error))
     for key in runs[0].updates:

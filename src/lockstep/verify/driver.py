@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +60,6 @@ class Report:
         rows: The result of each way.
         error: Why the first run could not be used; empty if it could.
         updates: The number of updates of the first run.
-        notes: What was noted about the script.
         seconds: The duration.
         starts: The number of starts of Python.
         findings: What is equal in all ways and probably wrong.
@@ -69,7 +68,6 @@ class Report:
     rows: Sequence[Row]
     error: str = ""
     updates: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     starts: int = 0
     findings: Sequence[str] = ()
@@ -92,27 +90,20 @@ class Host:
             [sys.executable, "-m", "lockstep.verify.host"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
         )
         self._stdin: Any = self._process.stdin
         self._stdout: Any = self._process.stdout
 
-    def run(self, jobs: Sequence[Job], *, seconds: float = SECONDS) -> Iterator[tuple[str, int]]:
-        """Run jobs, and yield the name and exit code of each process when it ends.
-
-        Args:
-            jobs: The jobs.
-            seconds: The time after which a process is killed.
-        """
-        batch = {"jobs": [job.as_json() for job in jobs], "at_once": AT_ONCE, "seconds": seconds}
-        self._stdin.write(json.dumps(batch) + "\n")
+    def run(self, jobs: Sequence[Job]) -> Iterator[str]:
+        """Run jobs, and yield the name of each when all of its processes have ended."""
+        pickle.dump((jobs, AT_ONCE, SECONDS), self._stdin)
         self._stdin.flush()
         for line in self._stdout:
-            said = json.loads(line)
-            if "batch" in said:
+            name = line.decode().rstrip()
+            if not name:
                 return
-            yield said["job"], said["code"]
+            yield name
         raise RuntimeError(f"The process that runs the ways ended with exit code {self._process.wait()}.")
 
     def close(self) -> None:
@@ -201,18 +192,14 @@ class Verifier:
         return Job(name or way.name, way, self.script, self.arguments, self.folder, self.updates, **options)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[str]:
-        """Run jobs, and yield the names of the processes that ended."""
+        """Run jobs, and yield the name of each that has ended."""
         for seed, host in self.hosts.items():
-            given = [job for job in jobs if job.way.hash_seed == seed]
-            if given:
-                for name, _ in host.run(given):
-                    yield name
+            yield from host.run([job for job in jobs if job.way.hash_seed == seed])
 
     def report(self, ways: Sequence[Way]) -> Report:
         """Run all ways, and compare them."""
         begin = time.monotonic()
-        for _ in self.run([self.job(REFERENCE)]):
-            pass
+        list(self.run([self.job(REFERENCE)]))
         reference = self.read(REFERENCE)[0]
         if reference.error or not reference.updates:
             reason = reference.error or "it made no update with an updater of lockstep or an optimizer of PyTorch"
@@ -222,16 +209,15 @@ class Verifier:
         processes = sum(len(stage) for way in todo for stage in self.job(way).stages(0))
         each = time.monotonic() - begin
         self.say(f"{processes} more runs of {len(reference.updates)} updates, about {each * processes / AT_ONCE:.0f} s")
-        rows: dict[str, Row] = {way.name: Row(way, skipped=skipped[way.name]) for way in ways if way.name in skipped}
+        named = {way.name: way for way in ways}
+        rows = {name: Row(named[name], skipped=reason) for name, reason in skipped.items()}
         for name in self.run([self.job(way) for way in todo]):
-            way = next((way for way in todo if name in {way.name, f"{way.name}-{way.ranks - 1}"}), None)
-            if way is not None:
-                rows[way.name] = row = self.compare(reference, way)
-                self.say(f"{way.name}: {row.status}")
-        ordered = self.with_causes([rows.get(way.name) or self.compare(reference, way) for way in ways])
+            rows[name] = self.compare(reference, named[name])
+            self.say(f"{name}: {rows[name].status}")
+        ordered = self.with_causes([rows[name] for name in named])
         looked = next((self.read(way)[0] for way in todo if way.one_shard), Run())
         found = findings(reference, looked)
-        return Report(ordered, updates=len(reference.updates), notes=reference.notes, findings=found)
+        return Report(ordered, updates=len(reference.updates), findings=found)
 
     def with_causes(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows with the cause of each difference; equal differences of several ways are looked at once."""
@@ -258,12 +244,10 @@ class Verifier:
         theirs = self.job(way, f"cause-{way.name}", target=target)
         ours, theirs = (replace(each, updates=target.update) for each in (ours, theirs))
         # The state to resume from has been written by the run that was killed.
-        made = max(1, self.updates // 2) if way.resumes else 0
-        stages = [[replace(theirs, resumes_at=made)]] if made else theirs.stages(0)
-        jobs = [replace(theirs, resumes_at=made)] if made else [theirs]
-        for _ in self.run([ours, *jobs]):
-            pass
-        return cause_of(way, difference, [ours.record], [job.record for job in stages[-1]])
+        theirs = replace(theirs, resumes_at=max(1, self.updates // 2) if way.resumes else 0)
+        last = theirs.stages(0)[-1]
+        list(self.run([ours, theirs]))
+        return cause_of(way, difference, read_run([ours.record])[0], read_run([job.record for job in last]))
 
     def read(self, way: Way) -> list[Run]:
         """Read the records of a way's processes."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -129,16 +129,5 @@ def _run(work: Callable[[], None], *, elsewhere: bool) -> None:
     if not elsewhere:
         work()
         return
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()

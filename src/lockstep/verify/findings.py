@@ -39,7 +39,7 @@ def findings(run: Run, looked: Run) -> list[str]:
         run: The run.
         looked: A run that was looked at more closely.
     """
-    found = [f"An evaluation computes as in training: {called}." for called in looked.notes.get("evaluation", [])]
+    found = [f"An evaluation computes as in training: {called}." for called in looked.notes.get("evaluation", {})]
     if run.notes.get("was_in_evaluation"):
         found.append("The model was in evaluation mode and was switched to training mode. Call model.train() first.")
     normalized = list(dict.fromkeys(name for each in looked.compared for name in each["normalized"]))

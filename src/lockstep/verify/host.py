@@ -1,6 +1,7 @@
 """Run jobs as forks of one process that has imported torch and lockstep and has done nothing else.
 
-    python -m lockstep.verify.host     reads batches of jobs from stdin, and writes a line to stdout for each process
+    python -m lockstep.verify.host     reads batches of jobs from stdin, and writes a line to stdout for each job that
+                                       has ended, and an empty one at the end of a batch
 
 A fork takes a fiftieth of a second, where a start of Python with both imports takes several. What a script imports,
 allocates and draws happens in its fork alone.
@@ -9,8 +10,8 @@ allocates and draws happens in its fork alone.
 from __future__ import annotations
 
 import atexit
-import json
 import os
+import pickle
 import random
 import runpy
 import signal
@@ -20,8 +21,9 @@ import time
 import traceback
 import warnings
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -35,58 +37,56 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class Task:
-    """One way that is being run: its stages, and the processes of the current one."""
+    """One way that is being run: its stages, and the processes of the current one.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: The job of the way.
+        end: When its processes are killed.
+    """
+
+    def __init__(self, job: Job, end: float) -> None:
+        self.name = job.name
+        self.end = end
         self.stages = deque(job.stages(_free_port()))
-        self.running: dict[int, Job] = {}
+        self.running: set[int] = set()
 
-    def start(self) -> None:
-        """Fork the processes of the next stage."""
-        for job in self.stages.popleft():
-            self.running[_fork(job)] = job
+    def is_running(self) -> bool:
+        """Begin the next stage if the processes of the last one have ended; return whether a process is left."""
+        for process in list(self.running):
+            if time.monotonic() > self.end:
+                os.kill(process, signal.SIGKILL)
+            if os.waitpid(process, os.WNOHANG)[0]:
+                self.running.remove(process)
+        if not self.running and self.stages:
+            self.running = {_fork(job) for job in self.stages.popleft()}
+        return bool(self.running)
 
 
 def main() -> None:
     """Run batches of jobs until stdin ends."""
-    for line in sys.stdin:
-        batch = json.loads(line)
-        run_batch([Job.of_json(each) for each in batch["jobs"]], batch["at_once"], batch["seconds"])
-        _say({"batch": "done"})
+    with suppress(EOFError):
+        while True:
+            run_batch(*pickle.load(sys.stdin.buffer))  # noqa: S301 - from the process that started this one, by a pipe
+            print(flush=True)  # noqa: T201 - the answer to that process
 
 
 def run_batch(jobs: list[Job], at_once: int, seconds: float) -> None:
-    """Run jobs, and say of each process how it ended.
+    """Run jobs, and print the name of each when it has ended.
 
     Args:
         jobs: The jobs.
         at_once: How many of them run at the same time.
-        seconds: The time after which a process is killed.
+        seconds: The time after which their processes are killed.
     """
-    waiting, tasks = deque(jobs), list[tuple[Task, float]]()
+    waiting, tasks = deque(jobs), list[Task]()
     while waiting or tasks:
         while waiting and len(tasks) < at_once:
-            task = Task(waiting.popleft())
-            task.start()
-            tasks.append((task, time.monotonic() + seconds))
-        for task, end in list(tasks):
-            for process, job in list(task.running.items()):
-                if time.monotonic() > end:
-                    os.kill(process, signal.SIGKILL)
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    del task.running[process]
-                    _say({"job": job.name, "code": os.waitstatus_to_exitcode(status)})
-            if not task.running and task.stages:
-                task.start()
-            elif not task.running:
-                tasks.remove((task, end))
+            tasks.append(Task(waiting.popleft(), time.monotonic() + seconds))
+        for task in list(tasks):
+            if not task.is_running():
+                tasks.remove(task)
+                print(task.name, flush=True)  # noqa: T201 - as above
         time.sleep(POLL)
-
-
-def _say(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 def _fork(job: Job) -> int:

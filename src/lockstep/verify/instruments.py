@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -94,9 +94,8 @@ class ObservedTask:
         finally:
             LOCAL.shard = None
         if is_target:
-            instruments.write_trace(
-                log, partial(kind_of_shard, runner, shard, kept, task) if reports is not None else None
-            )
+            repeat = partial(kind_of_shard, runner, shard, kept, task) if reports is not None else str
+            instruments.write_trace(log, repeat)
         if reports is not None and len(reports) > before:
             recorder.shard(computation, shard.index, loss=float(reports[-1].loss).hex())
 
@@ -119,12 +118,10 @@ class Instruments:
         snapshot: What writes the state at which another process resumes; None without one.
         dying: Whether the process is to be killed in the next shard.
         building: The updaters, groups and modules, by ``id``, whose constructors are running.
-        resumed: The updaters, by ``id``, whose state was loaded without a trainer.
+        resumed: Whether the state of an updater was loaded without a trainer.
         notes: The lines about the script that were written.
-        parameters: Whether an optimizer holds each parameter, by the updater and the name.
         models: The models of replicas and of updaters, by ``id``.
         optimizers: The optimizers that were stepped without an updater, by ``id``.
-        alive: What computes in evaluations as in training.
         compared: The gradients that were compared with those of a single shard, by engine and position.
     """
 
@@ -135,12 +132,10 @@ class Instruments:
     snapshot: Snapshot | None = None
     dying: bool = False
     building: set[int] = field(default_factory=set)
-    resumed: set[int] = field(default_factory=set)
+    resumed: bool = False
     notes: set[str] = field(default_factory=set)
-    parameters: dict[str, dict[str, bool]] = field(default_factory=dict)
     models: dict[int, nn.Module] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
-    alive: dict[str, None] = field(default_factory=dict)
     compared: set[tuple[int, int]] = field(default_factory=set)
 
     def install(self) -> None:
@@ -252,7 +247,7 @@ class Instruments:
             self.snapshot.wait()
         LOCAL.owner = updater
         models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
-        self.note_parameters(str(recorder.source(updater)), models, optimizers.values())
+        self.note(parameters={str(recorder.source(updater)): describe_parameters(models, optimizers.values())})
         if len(models) == 1:
             self.models |= {id(model): model for model in models.values()}
         if not recorder.inside:
@@ -276,19 +271,8 @@ class Instruments:
         if self.job.dies_at and updater.iteration == self.job.dies_at:
             torch.save(updater.state_dict(), path)
         elif self.job.resumes_at and not self.resumed:
-            self.resumed.add(id(updater))
+            self.resumed = True
             updater.load_state_dict(torch.load(path, weights_only=False))
-
-    def note_parameters(self, source: str, models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Note which parameters are held by an optimizer.
-
-        Args:
-            source: The updater's number.
-            models: The models by name.
-            optimizers: All optimizers.
-        """
-        self.parameters[source] = describe_parameters(models, optimizers)
-        self.note(parameters=self.parameters)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -306,9 +290,8 @@ class Instruments:
 
     def note_alive(self, calls: Iterable[str]) -> None:
         """Note calls that compute in an evaluation as in training."""
-        self.alive |= dict.fromkeys(calls)
-        if self.alive:
-            self.note(evaluation=list(self.alive))
+        for call in calls:
+            self.note(evaluation={call: True})
 
     def run_shards(self, original: Call, runner: ShardRunner, work: Any, task: Any, streams: ShardStreams) -> None:
         """Run shards, and record each."""
@@ -338,21 +321,18 @@ class Instruments:
     @contextmanager
     def modes(self, *, log: bool) -> Iterator[OperatorLog | None]:
         """Fill fresh memory if the way does, and log operators if asked to; yield the log."""
-        with FreshMemory() if self.job.way.fills else NO_CONTEXT:
-            if not log:
-                yield None
-                return
-            with OperatorLog() as made:
-                yield made
+        memory = FreshMemory() if self.job.way.fills else NO_CONTEXT
+        with memory, OperatorLog() if log else nullcontext() as made:
+            yield made
 
-    def write_trace(self, log: OperatorLog | None, kind: Callable[[], str] | None) -> None:
+    def write_trace(self, log: OperatorLog | None, kind: Callable[[], str]) -> None:
         """Write what a shard or step has called, and with the first way what it depends on.
 
         Args:
             log: The operators.
-            kind: The experiments; None where none can be made.
+            kind: Makes the experiments.
         """
-        found = kind() if kind is not None and self.job.way == REFERENCE else ""
+        found = kind() if self.job.way == REFERENCE else ""
         self.recorder.write({"trace": {"calls": [] if log is None else log.calls, "kind": found}})
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -386,7 +366,7 @@ class Instruments:
                 found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
         self.optimizers[id(optimizer)] = optimizer
         named = {type(model).__name__: model for model in self.models.values()}
-        self.note_parameters(LOOP, named, self.optimizers.values())
+        self.note(parameters={LOOP: describe_parameters(named, self.optimizers.values())})
         self.recorder.update(optimizer, "optimizer", found, rates=_rates([optimizer]))
 
 

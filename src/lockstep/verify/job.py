@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.verify.ways import Way
 
@@ -65,23 +64,6 @@ class Job:
     def output(self) -> Path:
         """The file for what the script prints."""
         return Path(self.folder, f"{self.name}.txt")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the job as a JSON value."""
-        return asdict(self)
-
-    @classmethod
-    def of_json(cls, value: dict[str, Any]) -> Job:
-        """Return the job of a JSON value."""
-        target = value["target"]
-        return cls(
-            **{
-                **value,
-                "way": Way(**value["way"]),
-                "arguments": tuple(value["arguments"]),
-                "target": None if target is None else Target(**target),
-            }
-        )
 
     def stages(self, port: int) -> list[list[Job]]:
         """Return the processes of this job's way: those of a stage run together, and stages one after another.

@@ -37,7 +37,7 @@ Calls = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class GradientFinding:
     """What the comparison of one gradient has found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Finding:
     normalized: Sequence[str] = ()
 
 
-def compare_attempt(engine: Any, attempt: Any) -> Finding | None:
+def compare_attempt(engine: Any, attempt: Any) -> GradientFinding | None:
     """Compare the gradient that an updater is about to compute; None if it is right by definition.
 
     Args:
@@ -68,7 +68,7 @@ def compare_attempt(engine: Any, attempt: Any) -> Finding | None:
     shards = [shard for run in engine.share([size]).shards_by_device for shard in run]
     if len(shards) == 1:
         many = "" if size > 1 else " It has one sample: if there are more, name their dimension by `batch_dim`."
-        return Finding("skipped", f"The batch is a single shard.{many}")
+        return GradientFinding("skipped", f"The batch is a single shard.{many}")
     named, carried, device = engine.prepared.named_parameters, engine.training.carried, engine.replicas.devices[0]
     convert = partial(engine.conversion.shards, attempt.batches, devices=[device], first=engine.first_stream())
     whole = Part(*convert([[Shard(0, 0, range(size))]])[0][0])
@@ -85,7 +85,7 @@ def compare_attempt(engine: Any, attempt: Any) -> Finding | None:
         with in_float64() as mode:
             return comparison.run(mode.paired)
     except Exception as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
-        return Finding("skipped", f"It could not be computed in float64: {type(error).__name__}: {error}")
+        return GradientFinding("skipped", f"It could not be computed in float64: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Comparison:
     names: Sequence[str]
     buffers: list[torch.Tensor] = field(init=False)
 
-    def run(self, paired: Sequence[str]) -> Finding:
+    def run(self, paired: Sequence[str]) -> GradientFinding:
         """Compare the gradient of the batch with that of its shards.
 
         Args:
@@ -150,24 +150,24 @@ class Comparison:
         found = [self.gradient(shard) for shard in self.shards]
         gradients, weights = [each for each, _ in found], [weight for _, weight in found]
         shares = [1.0 if self.summed else weight / (sum(weights) or 1.0) for weight in weights]
-        size = _norm(one) + sum(share * _norm(each) for share, each in zip(shares, gradients, strict=True))
-        limit = TOLERANCE * size
+        limit = TOLERANCE * float(one.norm() + _sum([each.norm() for each in gradients], shares))
         if not math.isfinite(limit):
-            return Finding("skipped", "The gradient is not finite in float64.", normalized=normalized)
-        if _norm(_difference(one, again)) > limit:
+            return GradientFinding("skipped", "The gradient is not finite in float64.", normalized=normalized)
+        if (one - again).norm() > limit:
             reason = "The loss function returns another gradient when it is called once more."
-            return Finding("skipped", reason, normalized=normalized)
-        apart = _difference(one, _sum(gradients, shares))
-        if _norm(apart) <= limit:
-            return Finding("equal", normalized=normalized)
-        is_sum = _norm(_difference(one, _sum(gradients, [1.0] * len(gradients)))) <= limit
-        most = max(range(len(apart)), key=lambda index: float(apart[index].norm()))
+            return GradientFinding("skipped", reason, normalized=normalized)
+        apart = one - _sum(gradients, shares)
+        if apart.norm() <= limit:
+            return GradientFinding("equal", normalized=normalized)
+        is_sum = (one - _sum(gradients, [1.0] * len(gradients))).norm() <= limit
+        parts = apart.split([self.model.get_parameter(name).numel() for name in self.names])
+        most = max(range(len(parts)), key=lambda index: float(parts[index].norm()))
         pairs = Cause("pairs", "the loss function", paired[0]) if paired and paired[0] else None
         cause = pairs or self.cause("total" if is_sum else "mean", shares)
-        return Finding("differs", cause=cause, tensor=self.names[most], normalized=normalized)
+        return GradientFinding("differs", cause=cause, tensor=self.names[most], normalized=normalized)
 
-    def gradient(self, part: Part) -> tuple[list[torch.Tensor], float]:
-        """Return the gradient of some samples, with zeros for parameters without one, and the weight of their loss."""
+    def gradient(self, part: Part) -> tuple[torch.Tensor, float]:
+        """Return the gradient of some samples as one vector, with zeros where there is none, and their weight."""
         samples = part.shard.samples
         with torch.no_grad():
             for buffer, before in zip(self.model.buffers(), self.buffers, strict=True):
@@ -181,9 +181,9 @@ class Comparison:
         weight = loss_weight(loss, len(samples))
         if weight > 0:
             loss.value.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types here
-        named = dict(self.model.named_parameters())
-        wanted = [named[name] for name in self.names]
-        return [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted], weight
+        wanted = [self.model.get_parameter(name) for name in self.names]
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
+        return torch.cat([each.flatten() for each in found]), weight
 
     def cause(self, kind: str, shares: Sequence[float]) -> Cause:
         """Return what mixes samples: the first module whose inputs agree and outputs do not, or the loss function.
@@ -218,7 +218,7 @@ class Comparison:
             (_rows(whole, part, each.shard.samples, size), part) for part, each in zip(parts, self.shards, strict=True)
         ]
         if all(part.shape == whole.shape for part in parts):
-            pairs = [(whole, _sum([[part] for part in parts], shares)[0])]
+            pairs = [(whole, _sum(parts, shares))]
         return all(
             one is None or not one.is_floating_point() or torch.allclose(one, other, TOLERANCE, TOLERANCE)
             for one, other in pairs
@@ -285,15 +285,6 @@ def _place(called: Any) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {called.__qualname__}"
 
 
-def _sum(terms: Sequence[list[torch.Tensor]], factors: Sequence[float]) -> list[torch.Tensor]:
-    return [
-        sum(factor * each for factor, each in zip(factors, column, strict=True)) for column in zip(*terms, strict=True)
-    ]
-
-
-def _difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [ours - theirs for ours, theirs in zip(one, other, strict=True)]
-
-
-def _norm(gradients: list[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(each.norm()) ** 2 for each in gradients))
+def _sum(terms: Sequence[torch.Tensor], factors: Sequence[float]) -> Any:
+    """Return the sum of some tensors, each multiplied by its factor."""
+    return sum(factor * each for factor, each in zip(factors, terms, strict=True))

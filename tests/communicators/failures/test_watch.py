@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import lockstep as ls
+from lockstep.communicators.failures import heartbeat, watch as watch_module
 from lockstep.communicators.failures.failure import Failure
-from lockstep.communicators.failures.heartbeat import ALERT_READS, INTERVAL, Beat, Heartbeat
-from lockstep.communicators.failures.watch import START, PeerWatch, Watch
+from lockstep.communicators.failures.heartbeat import READS, Beat, Heartbeat
+from lockstep.communicators.failures.watch import START, Watch
 from tests.support.waiting import LONG, await_true
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write heartbeats four times a second instead of once."""
+    for each in (heartbeat, watch_module):
+        monkeypatch.setattr(each, "INTERVAL", 0.25)
 
 
 @pytest.fixture
@@ -33,7 +43,7 @@ def test_alone_there_is_nobody_to_watch() -> None:
 
 
 def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
             watch.wait_for_all()
@@ -52,41 +62,64 @@ def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
 
 
 def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     watches[1].phase = "optimizer"
     try:
         gather(watches)
         await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
-        watches[1]._heartbeat._stopping = True  # its thread ends, and tells nobody
-        watches[1]._heartbeat._store = _Lost()
+        heartbeat_of(watches[1])._stopping = True  # its thread ends, and tells nobody
+        heartbeat_of(watches[1])._store = _Lost()
         assert watches[0]._failure_found.wait(LONG)
-        with pytest.raises(ls.PeerError, match=r"Rank 1 has been silent for 3 s.*the phase 'optimizer'"):
+        with pytest.raises(ls.PeerError, match=r"Rank 1 has been silent for 0.75 s.*the phase 'optimizer'"):
             watches[0].check()
     finally:
         for watch in watches:
             watch.close()
 
 
-def gather(watches: list[PeerWatch]) -> None:
+def gather(watches: list[Watch]) -> None:
     """Let ranks take their time to come, whatever time they have for each other then."""
     for watch in watches:
-        assert watch._heartbeat.all_joined.wait(LONG)
+        assert heartbeat_of(watch).joined.wait(LONG)
         watch.wait_for_all()
 
 
-def _beat(watch: PeerWatch, rank: int) -> Beat:
-    return watch._heartbeat.beats.get(rank) or Beat(0, False, START)
+def heartbeat_of(watch: Watch) -> Heartbeat:
+    """Give the thread of a watch over several ranks."""
+    assert watch._heartbeat is not None
+    return watch._heartbeat
+
+
+def _beat(watch: Watch, rank: int) -> Beat:
+    return heartbeat_of(watch).beats.get(rank) or Beat(0, False, START)
 
 
 class _Lost:
     """A store that cannot be reached."""
 
-    def set(self, *_: str) -> None:
-        raise RuntimeError("no connection")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: str) -> None:
+            raise RuntimeError("no connection")
+
+        return call
+
+
+class _Stuck:
+    """A store whose host is stopped."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: str) -> None:
+            self.freed.wait()
+            raise RuntimeError("no connection")
+
+        return call
 
 
 def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
-    watch = PeerWatch(stores[0], 0, 3, timeout=0.5, store_rank=None)
+    watch = Watch(stores[0], 0, 3, timeout=0.5, store_rank=None)
     try:
         with pytest.raises(ls.PeerError, match=r"Rank 1 has not started within 0.5 s") as raised:
             watch.wait_for_all()
@@ -96,7 +129,7 @@ def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
 
 
 def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].phase = "forward"
@@ -113,11 +146,11 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
 
 
 def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
+    watches = [Watch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].close()
-        assert not watches[0]._failure_found.wait((ALERT_READS + 4) * INTERVAL), "it ended in order"
+        assert not watches[0]._failure_found.wait((READS + 1) * heartbeat.INTERVAL), "it ended in order"
         watches[0].check()
         error = watches[0].explain()
         assert error is not None
@@ -128,19 +161,74 @@ def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.
 
 def test_who_was_stopped_himself_accuses_nobody(stores: list[dist.Store]) -> None:
     # Silence is counted in looks: however much time passes between two of them, they are two.
-    heartbeat = Heartbeat(stores[0], 0, 2, status=lambda: (False, "forward"), max_unchanged=12, store_rank=None)
-    stores[1].set("beat/1", "7 0 forward")
-    for _ in range(12):
-        heartbeat._read_beat(1)
-    assert heartbeat._find_failure() is None
-    heartbeat._read_beat(1)
-    assert heartbeat._find_failure() == Failure(
-        1, "has been silent for 3 s: it was stopped, or cannot be reached", "forward"
+    found: list[Failure] = []
+    beats = Heartbeat(
+        stores[0],
+        0,
+        2,
+        status=lambda: (False, "forward"),
+        max_unchanged=READS,
+        store_rank=None,
+        on_failure=found.append,
     )
+    stores[1].set("beat/1", json.dumps(Beat(7, False, "forward")))
+    for _ in range(READS):
+        beats._round()
+    assert found == []
+    beats._round()
+    assert found == [Failure(1, "has been silent for 0.75 s: it was stopped, or cannot be reached", "forward")]
+
+
+def test_a_rank_that_was_heard_long_ago_is_dead_if_it_does_not_answer(stores: list[dist.Store]) -> None:
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    try:
+        gather(watches)
+        assert watches[0].explain() is not None, "rank 1 does not wait"
+        numbers = [_beat(watches[0], rank).number for rank in (1, 2)]
+        await_true(lambda: heartbeat_of(watches[2]).rounds > max(numbers) + 1)
+        heartbeat_of(watches[2])._store = _Lost()
+        heartbeat_of(watches[2])._stopping = True
+        error = watches[0].explain()
+        assert error is not None
+        assert str(error).startswith("Rank 2 has died, or cannot be reached.")
+    finally:
+        for watch in watches:
+            watch.close()
+
+
+def test_a_store_that_is_gone_is_a_failure_of_its_host_only_if_a_call_has_failed(stores: list[dist.Store]) -> None:
+    watches = [Watch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
+    try:
+        gather(watches)
+        heartbeat_of(watches[1])._store = _Lost()
+        await_true(lambda: heartbeat_of(watches[1]).store_lost)
+        watches[1].check()
+        error = watches[1].explain()
+        assert error is not None
+        assert str(error).startswith("Rank 0 has ended, and with it the store that it hosted.")
+        assert watches[1].failed_rank_is_exiting
+    finally:
+        for watch in watches:
+            watch.close()
+
+
+def test_a_store_that_does_not_answer_is_a_failure_of_its_host(stores: list[dist.Store]) -> None:
+    watches = [Watch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
+    stuck = _Stuck()
+    try:
+        gather(watches)
+        heartbeat_of(watches[1])._store = stuck
+        error = watches[1].explain()
+        assert error is not None
+        assert str(error).startswith("Rank 0 has been silent for 1.5 s: it was stopped, or cannot be reached.")
+    finally:
+        stuck.freed.set()
+        for watch in watches:
+            watch.close()
 
 
 def test_the_first_failure_is_the_one_that_is_told(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
+    watches = [Watch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
             watch.wait_for_all()

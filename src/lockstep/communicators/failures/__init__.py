@@ -14,7 +14,6 @@ from lockstep.communicators.failures.failure import (
 )
 from lockstep.communicators.failures.watch import (
     START as START,
-    PeerWatch as PeerWatch,
     Watch as Watch,
     watch_group as watch_group,
 )

@@ -1,7 +1,7 @@
 """Detect that another rank has failed, wherever this process is, and report which rank and why.
 
 A rank that raises reports its error, with the traceback, to the others when it ends. A rank that dies or is stopped
-cannot report anything; its neighbour misses its heartbeats. Every rank then aborts its own process groups, so that
+cannot report anything; its neighbor misses its heartbeats. Every rank then aborts its own process groups, so that
 a call that waits for the failed rank returns, and raises a `PeerError` instead of that call's own error.
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
 from lockstep.communicators.environment import launcher_hosts_store
 from lockstep.communicators.failures.failure import Failure, abort_group
-from lockstep.communicators.failures.heartbeat import ALERT_READS, ALERT_ROUNDS, INTERVAL, Heartbeat, describe_silence
+from lockstep.communicators.failures.heartbeat import INTERVAL, READS, Beat, Heartbeat, describe_silence
 from lockstep.errors import PeerError
 
 if TYPE_CHECKING:
@@ -27,85 +26,49 @@ if TYPE_CHECKING:
 
 START: Final = "start-up"
 """The phase of a rank until its first update."""
-_NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+ANSWER_READS: Final = 2 * READS
+"""Intervals after which the store itself counts as silent; a rank that is dead was found before."""
 
 
-class Watch:
-    """The watch of a process that runs alone: there are no other ranks, so no method does anything.
+class Watch(AbstractContextManager[None]):
+    """The watch of one process over the others of its run, by a thread that sleeps nearly all the time.
+
+    See `Heartbeat` for the thread. Without arguments, it is the watch of a process that runs alone: there are no other
+    ranks, so there is no thread, and no method finds anything.
+
+    Args:
+        store: The store by which the ranks have met; it must have a `clone` method. None for a process alone.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout: Seconds that a rank waits for another. A rank may be silent for a third of it.
+        store_rank: The rank whose process hosts the store; None if a launcher's process does.
 
     Attributes:
         phase: What this rank is doing, for the others to read. Code that enters a phase sets it. It is an
             attribute because a method would be called several times per shard.
     """
 
-    def __init__(self) -> None:
-        self.phase = ""
-
-    @property
-    def failed_rank_is_exiting(self) -> bool:
-        """Whether a rank is known to have failed whose process ends by itself, or has ended."""
-        return False
-
-    def check(self) -> None:
-        """Raise an error if another rank is known to have failed.
-
-        Raises:
-            PeerError: If another rank has failed.
-        """
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one has failed; not needed if the error ends the process."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a call that waits for other ranks, so that they know which ranks wait.
-
-        Raises:
-            PeerError: On entering, if another rank is known to have failed.
-        """
-        return _NO_CONTEXT
-
-    def explain(self) -> PeerError | None:
-        """Find the rank because of which a call has failed. This takes up to a few seconds.
-
-        Returns:
-            The error to raise instead of the call's own; None if no rank is known to have failed.
-        """
-        return None
-
-    def add_group(self, group: dist.ProcessGroup) -> None:
-        """Register a process group, whose calls are to return when a rank fails."""
-
-    def close(self) -> None:
-        """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
-
-
-class PeerWatch(Watch):
-    """The watch of one process of several: two threads that sleep nearly all the time.
-
-    The first thread is the `Heartbeat`. The second one acts on what it finds, and watches the first: a heartbeat
-    that waits for a store which does not answer cannot report that.
-
-    Args:
-        store: The store by which the ranks have met; it must have a `clone` method.
-        rank: The rank of this process.
-        size: The number of ranks, at least 2.
-        timeout: Seconds that a rank waits for another. A rank may be silent for a third of it.
-        store_rank: The rank whose process hosts the store; None if a launcher's process does.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60, store_rank: int | None = 0) -> None:
-        self.phase = START
+    def __init__(
+        self,
+        store: Store | None = None,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        timeout: float = 60,
+        store_rank: int | None = 0,
+    ) -> None:
+        self.phase = "" if store is None else START
         self._rank = rank
-        self._size = size
         self._timeout = timeout
         self._store_rank = store_rank
         self._groups: list[dist.ProcessGroup] = []
         self._failure: Failure | None = None
+        self._failing = threading.Lock()
         self._failure_found = threading.Event()
-        self._closing = threading.Event()
-        self._waiting_call = _WaitingCall(self)
-        # A short timeout must not make this limit lower than that of an alert.
-        self._max_unchanged = max(ALERT_READS, round(timeout / 3 / INTERVAL))
+        self._is_waiting = False
+        self._heartbeat: Heartbeat | None = None
+        if store is None:
+            return
         # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
         # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
@@ -115,47 +78,65 @@ class PeerWatch(Watch):
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            status=lambda: (self._waiting_call.active, self.phase),
-            max_unchanged=self._max_unchanged,
+            status=lambda: (self._is_waiting, self.phase),
+            # A short timeout must not make this limit lower than that after a question.
+            max_unchanged=max(READS, round(timeout / 3 / INTERVAL)),
             store_rank=store_rank,
+            on_failure=self._fail,
         )
-        self._monitor = threading.Thread(target=self._monitor_failures, name="lockstep watch", daemon=True)
         # Python calls this before it joins its threads, unlike `atexit` functions. The reference is weak, so that a
         # closed watch is freed.
         threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         self._heartbeat.start()
-        self._monitor.start()
 
     @property
     def failed_rank_is_exiting(self) -> bool:
-        """Whether the rank that failed ends by itself; see `Watch.failed_rank_is_exiting`."""
+        """Whether a rank is known to have failed whose process ends by itself, or has ended."""
         return self._failure is not None and self._failure.exiting
 
     def check(self) -> None:
-        """Raise an error if another rank is known to have failed; see `Watch.check`."""
+        """Raise an error if another rank is known to have failed.
+
+        Raises:
+            PeerError: If another rank has failed.
+        """
         if self._failure is not None and self._failure.rank != self._rank:
             raise self._failure.error()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one has failed; see `Watch.report_failure`."""
-        self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.phase))
+        """Report to the other ranks that this one has failed; not needed if the error ends the process."""
+        if self._heartbeat is not None:
+            self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.phase))
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a call that waits for other ranks; see `Watch.waiting`."""
-        return self._waiting_call
+        """Return a context for a call that waits for other ranks, so that they know which ranks wait.
+
+        Raises:
+            PeerError: On entering, if another rank is known to have failed.
+        """
+        # One object serves all calls, at a tenth of the cost of a generator-based context manager.
+        return self
+
+    def __enter__(self) -> None:
+        # A call that starts now could only fail or time out.
+        self.check()
+        self._is_waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_waiting = False
 
     def explain(self) -> PeerError | None:
-        """Find the rank because of which a call has failed; see `Watch.explain`."""
-        self._heartbeat.alarm()
-        # A dead rank is found within the time of an alarm.
-        self._failure_found.wait(ALERT_ROUNDS * INTERVAL)
+        """Find the rank because of which a call has failed. This takes up to a few seconds.
+
+        Returns:
+            The error to raise instead of the call's own; None if no rank is known to have failed.
+        """
+        beats = self._ask()
         if self._failure is not None:
             return self._failure.error()
         late = f"is alive, but has not joined the call within {self._timeout:g} s"
-        # All ranks are alive, and all heartbeats were read since the alarm. The rank that does not wait for others is
-        # the one that is missing in the call. The dictionary is copied, because the thread may add a rank in the
-        # meantime.
-        for rank, beat in dict(self._heartbeat.beats).items():
+        # All ranks are alive and were heard since. The rank that does not wait for others is missing in the call.
+        for rank, beat in beats.items():
             if beat is not None and not beat.waiting:
                 return Failure(rank, late, beat.phase).error()
         return None
@@ -166,83 +147,52 @@ class PeerWatch(Watch):
         Raises:
             PeerError: If a rank has not started within the timeout, or has failed.
         """
-        deadline = time.monotonic() + self._timeout
-        while not self._heartbeat.all_joined.wait(INTERVAL / 10):
-            self.check()
-            if time.monotonic() > deadline:
-                # Usually only the neighbour is read; an alarm makes this rank read all of them.
-                self._heartbeat.alarm()
-                self._heartbeat.all_read.wait(ALERT_ROUNDS * INTERVAL)
-                absent = next((rank for rank, beat in self._heartbeat.beats.items() if beat is None), None)
-                raise Failure(absent, f"has not started within {self._timeout:g} s", START).error()
+        joined = self._heartbeat is None or self._heartbeat.joined.wait(self._timeout)
+        beats = {} if joined else self._ask()
+        self.check()
+        if not joined:
+            absent = next((rank for rank, beat in beats.items() if beat is None), None)
+            raise Failure(absent, f"has not started within {self._timeout:g} s", START).error()
 
     def add_group(self, group: dist.ProcessGroup) -> None:
-        """Register a process group; see `Watch.add_group`."""
+        """Register a process group, whose calls are to return when a rank fails."""
         self._groups.append(group)
 
     def close(self) -> None:
-        """Stop watching; see `Watch.close`."""
-        if not self._closing.is_set():
-            self._closing.set()
+        """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
+        if self._heartbeat is not None:
             self._heartbeat.stop()
-            self._monitor.join()
-            # A group must end when torch.distributed destroys it, so no reference to it may remain here.
-            self._groups.clear()
+        # A group must end when torch.distributed destroys it, so no reference to it may remain here.
+        self._groups.clear()
 
-    def _monitor_failures(self) -> None:
-        """Wait for a failure, and abort the groups that wait for the failed rank."""
-        rounds = unchanged = 0
-        while not self._closing.wait(INTERVAL):
-            unchanged = unchanged + 1 if rounds == self._heartbeat.rounds else 0
-            rounds = self._heartbeat.rounds
-            failure = self._heartbeat.failure or self._check_store(unchanged)
-            if failure is not None:
-                # The failure must be known before the groups are aborted: a call that raises then asks `explain` for
-                # the reason.
-                self._failure = failure
-                for group in self._groups:
-                    abort_group(group)
-                self._failure_found.set()
+    def _ask(self) -> dict[int, Beat | None]:
+        """Hear all ranks, and return their heartbeats; a store that does not answer is a failure of its host."""
+        if self._heartbeat is None:
+            return {}
+        if self._failure is None:
+            self._heartbeat.ask()
+            is_answered = self._heartbeat.answered.wait(ANSWER_READS * INTERVAL)
+            host = None if self._store_rank is None else self._heartbeat.beats.get(self._store_rank)
+            phase = "" if host is None else host.phase
+            if self._heartbeat.store_lost:
+                what = "has ended, and with it the store that it hosted"
+                self._fail(Failure(self._store_rank, what, phase, exiting=True))
+            elif not is_answered:
+                self._fail(Failure(self._store_rank, describe_silence(ANSWER_READS), phase))
+        # Copied, because the thread may add a rank in the meantime.
+        return dict(self._heartbeat.beats)
+
+    def _fail(self, failure: Failure) -> None:
+        """Remember the first failure, and abort the groups that wait for the failed rank."""
+        with self._failing:
+            if self._failure is not None:
                 return
-
-    def _check_store(self, unchanged: int) -> Failure | None:
-        """Return a report about the process that hosts the store if it does not answer.
-
-        Args:
-            unchanged: How often in a row the heartbeat thread was found in the same round as before. It waits for
-                the store then.
-        """
-        beat = None if self._store_rank is None else self._heartbeat.beats.get(self._store_rank)
-        phase = "" if beat is None else beat.last_phase
-        if self._heartbeat.store_lost:
-            what = "has ended, and with it the store that it hosted"
-            gone = Failure(self._store_rank, what, phase, exiting=True)
-            # Without an alarm nothing has failed: the host may end in order before this rank does.
-            return gone if self._heartbeat.alert else None
-        if unchanged >= (ALERT_READS if self._heartbeat.alert else self._max_unchanged):
-            return Failure(self._store_rank, describe_silence(unchanged), phase)
-        return None
-
-
-class _WaitingCall(AbstractContextManager[None]):
-    """The context of a call that waits for other ranks.
-
-    One object serves all calls, at a tenth of the cost of a generator-based context manager.
-    """
-
-    __slots__ = ("_watch", "active")
-
-    def __init__(self, watch: PeerWatch) -> None:
-        self._watch = watch
-        self.active = False
-
-    def __enter__(self) -> None:
-        # A call that starts now could only fail or time out.
-        self._watch.check()
-        self.active = True
-
-    def __exit__(self, *_: object) -> None:
-        self.active = False
+            # The failure must be known before the groups are aborted: a call that raises then asks `explain` for the
+            # reason.
+            self._failure = failure
+        for group in self._groups:
+            abort_group(group)
+        self._failure_found.set()
 
 
 def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
@@ -255,10 +205,10 @@ def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
     if group.size() == 1:
         return Watch()
     store_rank = None if launcher_hosts_store(os.environ) else 0
-    return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, store_rank=store_rank)
+    return Watch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, store_rank=store_rank)
 
 
-def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:
+def _close_at_exit(reference: weakref.ref[Watch]) -> None:
     """Report the error that ends this process to the other ranks, unless it came from one of them."""
     watch = reference()
     if watch is None:
