@@ -14,7 +14,7 @@ from lockstep.replicas.passes.leaks import (
     foreign_leaves as foreign_leaves,
 )
 from lockstep.replicas.passes.parameter_writes import ParameterWrites as ParameterWrites
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
+from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, ShardTask as ShardTask
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,

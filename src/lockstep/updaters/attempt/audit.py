@@ -17,6 +17,8 @@ import torch
 from lockstep.errors import DeterminismWarning, FaultError
 from lockstep.integers import check_integer
 from lockstep.plan import Shard
+from lockstep.replicas import ShardRunner, ShardStreams, ShardTask
+from lockstep.updaters.attempt.other_place import run_as_elsewhere
 
 LOG = logging.getLogger("lockstep")
 
@@ -75,6 +77,38 @@ class Audit:
         """Compute the shard once more, if that is the task of this rank."""
         if self.other[0] == self.rank:
             self.again = self.compute(self.other[1])
+
+    def run_again(
+        self,
+        runner: ShardRunner,
+        given: Any,
+        task: ShardTask,
+        streams: ShardStreams,
+        loss_fn: object,
+        *,
+        as_elsewhere: bool,
+    ) -> None:
+        """Run a task on the shard.
+
+        Args:
+            runner: The replica.
+            given: The tensors of the shard.
+            task: What to do with it.
+            streams: The random streams.
+            loss_fn: The loss function.
+            as_elsewhere: Whether to run it as another place would, also where there is no other.
+        """
+
+        def run() -> None:
+            # Of the thread that it is called in.
+            runner.replicas.progress.start(runner.place)
+            runner.run([(self.shard, given)], task, streams)
+
+        if as_elsewhere:
+            users = [loss_fn, *runner.replica.modules()]
+            run_as_elsewhere(run, users, runner.device, in_thread=self.place == self.other)
+        else:
+            run()
 
     def to_plain(self) -> list[str | None]:
         """Return what this rank has computed, to be sent to the other ranks."""
@@ -261,6 +295,9 @@ class Auditor:
         other = others[turn % len(others)]
         spares = [each for each in others if each != other] or [place]
         shards = everywhere[place[0]][place[1]]
+        if self._every is None:
+            # What is filled once, such as a cache, holds what the first shard of a place has put there.
+            shards = shards[1:] or shards
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
         return Audit(shard, place, other, spares[turn % len(spares)], rank)
 

@@ -55,17 +55,21 @@ class RandomDetector:
         held = [each for function in functions for each in references(function)]
         held += [value for model in models for each in model.modules() for value in vars(each).values()]
         found = [each for each in held if type(each) is torch.Generator]
-        before = _states(found)
+        before = states(found)
         yield
-        after = _states(found)
+        after = states(found)
         moved = [name for name, state in before.items() if after[name] != state]
         if moved:
             self.has_warned = True
             warnings.warn(message.format(" and ".join(moved)), RandomStreamWarning, stacklevel=2)
 
 
-def _states(own: Iterable[torch.Generator]) -> dict[str, object]:
-    """Return the states of the generators by name; NumPy's only where NumPy has been imported."""
+def states(own: Iterable[torch.Generator]) -> dict[str, object]:
+    """Return the states of generators by name; NumPy's only where NumPy has been imported.
+
+    Args:
+        own: Generators of the user.
+    """
     found: dict[str, object] = {"Python's `random`": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -282,7 +282,8 @@ class GradientEngine:
             task = DeviceGradientTask(again, shard, self.prepared.observers[place], ShardSum(shard.index), start)
             unwanted = [] if request.wanted is None else self.prepared.unwanted_indices(request.wanted)
             with without_gradients([runner.parameters[index] for index in unwanted]):
-                runner.run([(shard, given)], task, self.streams)
+                is_first = self.training.iteration == self.first_updates.start
+                audit.run_again(runner, given, task, self.streams, request.loss_fn, as_elsewhere=is_first)
 
         self.streams.run(
             partial(self.replicas.run, compute, settings=context.settings),
