@@ -237,14 +237,17 @@ class GradientEngine:
         audit, share = attempt.audit, attempt.share.shards_by_device
         if audit is None:
             return
+        self._note_buffers(attempt, audit, next(place for place, run in enumerate(share) if shard in run))
+        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
+            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
+
+    def _note_buffers(self, attempt: Attempt, audit: Audit, place: int) -> None:
+        """Keep the checksums of buffers that a shard has left on a device, and that shards may disagree on."""
         if self.training.iteration == self.first_updates.start and attempt.share.num_shards > 1:
-            place = next(place for place, run in enumerate(share) if shard in run)
             left = self.prepared.runners[place].buffers.left()
             for ref, tensor in zip(self.prepared.buffer_refs, left, strict=True):
                 if tensor is not None and is_averaged_silently(ref, tensor, self.recipe.buffers):
                     audit.left.setdefault(ref.path, set()).add(checksum(tensor))
-        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
-            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
 
     def _seals(
         self, context: GradientContext, place: int, shard: Shard, gradients: Tensors, report: ShardReport
@@ -269,6 +272,8 @@ class GradientEngine:
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
             found.append(self._seals(again, place, shard, gradients, report))
+            # Of another rank, where each rank has a single one.
+            self._note_buffers(attempt, audit, place)
 
         again = replace(
             first, inspect_shard=record, early_receiver=None, carried=carried, is_first=False, foreign_leaves=[]
