@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
+import lockstep as ls
 from lockstep.errors import StateError
 from lockstep.optim import CorrectedMomentumSGD, MomentumSGD, UpdateSchedule, hooks, large_batch_schedule, schedule
 
@@ -352,6 +353,24 @@ def test_schedulers_do_to_ours_what_they_do_to_torchs(make_scheduler: Callable[[
         results.append((rates, values(optimizer)))
     assert results[0] == results[1]
     assert results[2][0] == results[1][0]
+
+
+@pytest.mark.parametrize("make_scheduler", TORCHS.values(), ids=TORCHS)
+def test_an_updater_steps_them_as_a_loop_does(make_scheduler: Callable[[Optimizer], Any]) -> None:
+    model, data = torch.nn.Linear(2, 1), [torch.ones(4, 2)]
+    optimizer, other = (torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in (model.parameters(), parameters()))
+    scheduler, expected = make_scheduler(optimizer), make_scheduler(other)
+    updater = ls.ParallelUpdater(
+        data * 8, optimizer, model, devices=1, num_shards=2, scheduler=scheduler, loss_fn=lambda m, x: m(x).mean()
+    )
+    for _ in range(8):
+        other.step()
+        expected.step()
+        updater.update()
+        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    scheduler.step()
+    with pytest.warns(UserWarning, match="so that it steps twice"):
+        updater.update()
 
 
 def test_plateau_scheduler_lowers_the_rate() -> None:

@@ -17,8 +17,8 @@ from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import ShardRunner
 from lockstep.tree import ShardSum
+from lockstep.updaters import FreshMemory
 from lockstep.verify.local import LOCAL
-from lockstep.verify.modes import FreshMemory
 from lockstep.verify.recorder import bits
 
 NOW: Final = 1_700_000_000.25

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,12 +28,12 @@ from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunner, ShardStreams, parse_devices
 from lockstep.trainer import Trainer
-from lockstep.updaters import ParallelUpdater
+from lockstep.updaters import FreshMemory, ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
 from lockstep.verify.findings import LOOP, describe_parameters
 from lockstep.verify.job import Job
 from lockstep.verify.local import LOCAL
-from lockstep.verify.modes import FreshMemory, OperatorLog, TrainingCalls, users_line
+from lockstep.verify.modes import OperatorLog, TrainingCalls, users_line
 from lockstep.verify.one_shard import compare_attempt
 from lockstep.verify.recorder import Recorder, of_nest, of_parameters
 from lockstep.verify.ways import REFERENCE
@@ -321,8 +322,9 @@ class Instruments:
     @contextmanager
     def modes(self, *, log: bool) -> Iterator[OperatorLog | None]:
         """Fill fresh memory if the way does, and log operators if asked to; yield the log."""
-        memory = FreshMemory() if self.job.way.fills else NO_CONTEXT
-        with memory, OperatorLog() if log else nullcontext() as made:
+        fills = self.job.way.fills
+        memory = FreshMemory() if fills else NO_CONTEXT
+        with memory, OperatorLog(nan if fills else None) if log else nullcontext() as made:
             yield made
 
     def write_trace(self, log: OperatorLog | None, kind: Callable[[], str]) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.updaters import fill
 from lockstep.verify.local import LOCAL
 from lockstep.verify.recorder import bits
 
@@ -44,55 +45,27 @@ ALLOCATIONS: Final = frozenset(
 """The operators that return memory without writing to it."""
 
 
-class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's base class has no types
-    """Fills the memory that operators leave unwritten, and chooses no other kernel by it.
-
-    Args:
-        value: The number to fill it with. In integers NaN becomes the largest one.
-    """
-
-    def __init__(self, value: float = float("nan")) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._value = value
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, and fill what it has allocated."""
-        made = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ALLOCATIONS and isinstance(made, torch.Tensor) and not made.is_meta:
-            fill(made, self._value)
-        return made
-
-
-def fill(tensor: torch.Tensor, value: float) -> None:
-    """Fill a tensor with a number, and one of integers with 0 or the largest one.
-
-    Args:
-        tensor: Changed in place.
-        value: The number.
-    """
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(value)
-    elif tensor.dtype == torch.bool:
-        tensor.fill_(value != 0)
-    elif not tensor.is_quantized:
-        tensor.fill_(0 if value == 0 else torch.iinfo(tensor.dtype).max)
-
-
-class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's base class has no types
     """Writes down every operator that is called: its name, a hash of what it returns, and the line that called it.
+
+    Args:
+        fresh: The number that fresh memory is filled with before it is hashed; None for what it holds.
 
     Attributes:
         calls: The calls in order, as JSON values. ``"line"`` is empty where no code of the user is below the shard, as
             in backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fresh: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._fresh = fresh
         self.calls: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, and write it down."""
         made = func(*args, **(kwargs or {}))
+        if self._fresh is not None and func.overloadpacket.__name__ in ALLOCATIONS and not made.is_meta:
+            fill(made, self._fresh)
         found = [bits(each) for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
         modules = LOCAL.modules
         self.calls.append(

@@ -316,7 +316,7 @@ class Extremes(nn.Module):
 @pytest.mark.parametrize(("rule", "warns"), [("mean", True), ({"largest": "mean"}, False), ({"lar*": "max"}, False)])
 def test_a_buffer_that_is_averaged_in_silence_is_named(rule: Any, *, warns: bool) -> None:
     model = Extremes()
-    with updating(_of(model, rule)) as updater, warnings.catch_warnings():
+    with updating(averaging(model, rule)) as updater, warnings.catch_warnings():
         warnings.simplefilter("error")
         if warns:
             with pytest.raises(ls.DeterminismWarning, match="different values in the buffer 'largest', and `buffers`"):
@@ -325,17 +325,15 @@ def test_a_buffer_that_is_averaged_in_silence_is_named(rule: Any, *, warns: bool
             updater.update()
 
 
-def _of(model: nn.Module, buffers: Any) -> ls.ParallelUpdater:
+def averaging(model: nn.Module, buffers: Any, **options: Any) -> ls.ParallelUpdater:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 6), torch.randint(3, (32,)))
     return ls.ParallelUpdater(
         ls.BatchIterator(data, 16),
         torch.optim.SGD(model.parameters(), lr=0.1),
         model,
-        devices=["cpu"] * 2,
-        num_shards=NUM_SHARDS,
+        **{"devices": ["cpu"] * 2, "num_shards": NUM_SHARDS, "buffers": buffers, **options},
         loss_fn=ls.supervised(functional.cross_entropy),
-        buffers=buffers,
     )
 
 

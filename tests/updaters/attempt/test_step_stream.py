@@ -182,7 +182,8 @@ def test_each_update_and_each_part_of_it_draws_other_numbers() -> None:
         return torch.zeros_like(weight)
 
     batches = ls.BatchIterator(MLP.data(23), 9, seed=3)
-    updater = ls.ParallelUpdater(batches, Langevin(model.parameters(), draw), model, devices=1, loss_fn=cross_entropy)
+    optimizer = Langevin(model.parameters(), draw)
+    updater = ls.ParallelUpdater(batches, optimizer, model, devices=1, loss_fn=cross_entropy, audit_every=0)
     for _ in range(UPDATES):
         updater.update()
     assert len(drawn) == len(set(drawn)) == UPDATES * (1 + len(list(model.parameters())))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lockstep as ls
-from tests.updaters.attempt.test_audit import Fault, counter, digest_of, run, updater_of
+from tests.updaters.attempt.test_audit import Extremes, Fault, averaging, counter, digest_of, run, updater_of
 
 EVERY: dict[str, int | None] = {"none": None, "each": 1, "third": 3}
 
@@ -41,6 +41,8 @@ def work() -> dict[str, Any]:
         "is always wrong": found_by(updater_of(1, fault(*range(100)), **options)),
         "repeated": digest_of(updater_of(1, fault(2), on_fault="repeat", **options)),
         "counts": found_by(updater_of(1, loss_fn=counter(), communicator=communicator)),
+        # Each rank computes a single shard, and one of them the other's once more.
+        "buffer": found_by(averaging(Extremes(), "mean", devices=1, num_shards=2, communicator=communicator)),
     }
 
 
@@ -69,6 +71,11 @@ def test_of_two_ranks_that_repeat_their_results_neither_is_named(two: list[dict[
 
 def test_both_ranks_repeat_an_update(two: list[dict[str, Any]]) -> None:
     assert [each["repeated"] for each in two] == [two[0]["clean"]["each"]] * 2
+
+
+def test_a_buffer_is_named_where_each_rank_has_one_shard(two: list[dict[str, Any]]) -> None:
+    (text,) = two[0]["buffer"] + two[1]["buffer"]
+    assert "different values in the buffer 'largest'" in text
 
 
 def test_both_ranks_warn_of_hidden_state(two: list[dict[str, Any]]) -> None:

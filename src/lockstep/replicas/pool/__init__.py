@@ -37,4 +37,4 @@ from lockstep.replicas.pool.settings import (
     inherited as inherited,
     module_of_hooks as module_of_hooks,
 )
-from lockstep.replicas.pool.worker import Timeout as Timeout
+from lockstep.replicas.pool.worker import Timeout as Timeout, Worker as Worker

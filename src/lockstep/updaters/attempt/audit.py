@@ -304,6 +304,9 @@ class Auditor:
         other = others[turn % len(others)]
         spares = [each for each in others if each != other] or [place]
         shards = everywhere[place[0]][place[1]]
+        if self._every is None:
+            # What is filled once, such as a cache, holds what the first shard of a place has put there.
+            shards = shards[1:] or shards
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
         return Audit(shard, place, other, spares[turn % len(spares)], rank)
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.detectors import StepDraws
+from lockstep.updaters.detectors import StepDraws, warn_of_steps
 
 
 class StepStream:
@@ -52,6 +52,9 @@ class StepStream:
             with watching:
                 yield
             return
+        # The first audit also looks at what steps.
+        if attempt is not None and attempt.audit is not None and attempt.gradient_context.reads_buffers:
+            warn_of_steps(functions)
         # Not during a step function, which waits for other ranks.
         lock = nullcontext() if attempt is None else DEFAULT_GENERATOR_LOCK
         with lock, DefaultStream(self._device) as stream:

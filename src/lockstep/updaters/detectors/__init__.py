@@ -8,3 +8,4 @@ from lockstep.updaters.detectors.references import (
     names_in as names_in,
     references as references,
 )
+from lockstep.updaters.detectors.repeated_step import warn_of_steps as warn_of_steps

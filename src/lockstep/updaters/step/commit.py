@@ -58,6 +58,12 @@ class _Check(ChangesOnlyGradients):
         self._check(optimizer)
 
 
+def _position_of(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler has stepped: of a `ChainedScheduler`, which does not count, its first one."""
+    held = vars(scheduler)
+    return _position_of(held["_schedulers"][0]) if "last_epoch" not in held else scheduler.last_epoch
+
+
 class OwnSteps:
     """Warns once if an optimizer steps again by the gradient of an update, and once if a scheduler steps twice."""
 
@@ -98,7 +104,8 @@ class OwnSteps:
             schedulers: The schedulers by name.
         """
         for scheduler in schedulers.values():
-            if scheduler.last_epoch > self._positions.get(id(scheduler), scheduler.last_epoch):
+            position = _position_of(scheduler)
+            if position > self._positions.get(id(scheduler), position):
                 self._warn(
                     "scheduler",
                     f"A {type(scheduler).__name__} has stepped between two updates, although the updater steps it "
@@ -112,7 +119,7 @@ class OwnSteps:
         Args:
             schedulers: The schedulers by name.
         """
-        self._positions.update((id(each), each.last_epoch) for each in schedulers.values())
+        self._positions.update((id(each), _position_of(each)) for each in schedulers.values())
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]

@@ -39,6 +39,7 @@ from lockstep.updaters.attempt import (
     Seals,
     UpdateContext,
     check_finite,
+    run_as_elsewhere,
 )
 from lockstep.updaters.compute import (
     Clock,
@@ -267,14 +268,17 @@ class GradientEngine:
         audit, share = attempt.audit, attempt.share.shards_by_device
         if audit is None:
             return
+        self._note_buffers(attempt, audit, next(place for place, run in enumerate(share) if shard in run))
+        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
+            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
+
+    def _note_buffers(self, attempt: Attempt, audit: Audit, place: int) -> None:
+        """Keep the checksums of buffers that a shard has left on a device, and that shards may disagree on."""
         if self.training.iteration == self._start and attempt.share.num_shards > 1:
-            place = next(place for place, run in enumerate(share) if shard in run)
             left = self.prepared.runners[place].buffers.left()
             for ref, tensor in zip(self.prepared.buffer_refs, left, strict=True):
                 if tensor is not None and is_averaged_silently(ref, tensor, self.recipe.buffers):
                     audit.left.setdefault(ref.path, set()).add(checksum(tensor))
-        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
-            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
 
     def _seals(
         self, context: GradientContext, place: int, shard: Shard, gradients: Tensors, report: ShardReport
@@ -298,11 +302,23 @@ class GradientEngine:
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
             found.append(self._seals(in_audit, place, audit.shard, gradients, report))
+            # Of another rank, where each rank has a single one.
+            self._note_buffers(attempt, audit, place)
 
         in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
-
         tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
-        compute = partial(self._run_shards, tasks, in_audit, request, lambda at: again if at == place else None)
+
+        def work() -> None:
+            self.replicas.progress.start(place)  # of the thread that this is called in
+            self._run_shards(tasks, in_audit, request, lambda _: again, place)
+
+        def compute(at: int) -> None:
+            if at == place and self.training.iteration == self._start:
+                users = [request.loss_fn, *self.replicas.replicas[place].modules()]
+                run_as_elsewhere(work, users, device, in_thread=audit.place == audit.other)
+            elif at == place:
+                work()
+
         self.streams.run(
             partial(self.replicas.run, compute, settings=context.settings),
             seed=self.recipe.seed,
@@ -404,8 +420,8 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
-        compute = self.clock.timed(compute) if self.clock.num_users else compute
+        untimed = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
+        compute = self.clock.timed(untimed) if self.clock.num_users else untimed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
