@@ -15,6 +15,7 @@ import torch
 import torch.nn.attention
 
 from lockstep import DisagreementError, LocalCommunicator
+from lockstep.communicators import MessageTable
 from lockstep.communicators.comparison import StateComparer, check_fields
 from lockstep.communicators.kernel_class import _describe_cuda_settings, _digest_of, kernel_class, self_test
 from tests.support import zygote
@@ -33,7 +34,7 @@ class TwoRanks(LocalCommunicator):
     def size(self) -> int:
         return 2
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:  # noqa: ARG002 - only messages
         return [payload, next(self.messages)]
 
 

@@ -176,22 +176,14 @@ class Communicator(ABC):
         return True
 
     @abstractmethod
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
         """Send a short message to every rank, and return the messages of all ranks in order of ranks.
 
         Args:
             payload: The message of this rank, of any length; lengths may differ between ranks. Up to 4 KiB it is
                 sent at once.
-        """
-
-    @abstractmethod
-    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
-        """Exchange messages as `exchange` does, and tensors with them at the same time.
-
-        Args:
-            payload: The message of this rank.
-            table: A table of the same size on every rank. The body of this rank is sent; the bodies of the other
-                ranks are overwritten with theirs.
+            table: A table of the same size on every rank, to send tensors with the messages: the body of this rank is
+                sent, and the bodies of the other ranks are overwritten with theirs. None to send no body.
         """
 
     @abstractmethod

@@ -46,12 +46,8 @@ class LocalCommunicator(Communicator):
         """The number of processes, always 1."""
         return 1
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the message itself."""
-        return [payload]
-
-    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:  # noqa: ARG002 - already holds the only body
-        """Return the message itself. The table already holds the only body."""
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:  # noqa: ARG002 - already holds the only body
+        """Return the message itself. A table already holds the only body."""
         return [payload]
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:

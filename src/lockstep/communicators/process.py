@@ -116,12 +116,8 @@ class ProcessCommunicator(Communicator):
         """How many bytes this rank has sent so far, without what the transport adds."""
         return self._channel.bytes_sent
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Send a message to every rank; see `Communicator.exchange`."""
-        return exchange(self._channel, payload)
-
-    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
-        """Send a message and a body to every rank; see `Communicator.exchange_with_table`."""
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
+        """Send a message, and a body with it, to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
@@ -152,7 +148,7 @@ class ProcessCommunicator(Communicator):
         if plan.body_bytes and wire is EXACT and not sparse:
             small = SmallSum(self.rank, self.size, plan.body_bytes)
             small.pack(partials, dense[self.rank], like)
-            self.exchange_with_table(b"", small.table)
+            self.exchange(b"", small.table)
             return divide(small.add_up(partials, dense, like) or [], divisor)
         ordered_sum = OrderedSum(self._channel, plan, like, divisor=divisor, wire=wire)
         for index in reversed(range(len(like))):

@@ -40,9 +40,9 @@ class Counting(ls.ProcessCommunicator):
         self.ways["early"] += 1
         return super().begin_sum(*arguments, **options)
 
-    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
-        self.ways["in the message"] += table.body_bytes > 0 and len(payload) > 0
-        return super().exchange_with_table(payload, table)
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
+        self.ways["in the message"] += table is not None and table.body_bytes > 0 and len(payload) > 0
+        return super().exchange(payload, table)
 
 
 def trained(

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.communicators import LocalCommunicator
+from lockstep.communicators import LocalCommunicator, MessageTable
 from lockstep.errors import DisagreementError
 from lockstep.updaters.ranks.same_code import BYTECODE, Code, _text, check_code, describe_code
 from tests.support.programs.updates import BAD_RANK, outcome, rank
@@ -32,7 +32,7 @@ class Beside(LocalCommunicator):
         super().__init__()
         self._answers = iter([[b"another digest"], [json.dumps(each).encode() for each in others]])
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:  # noqa: ARG002 - only messages
         return [payload, *next(self._answers)]
 
 

@@ -142,7 +142,7 @@ class RankSum:
         # Before the message: a rank that has it may rely on all early sums being complete or abandoned. The bodies of
         # all messages have one length, even where a rank has nothing to add.
         sent = _COMPACT.encode({**message, "early": self._end_prediction()}).encode()
-        replies = self._communicator.exchange_with_table(sent, self._small.table)
+        replies = self._communicator.exchange(sent, self._small.table)
         messages = [_DECODER.decode(each.decode()) for each in replies]
         pending, self._pending = self._pending, None
         # Also where another rank has contributed zeros: the transfers must end before the next sum begins.
