@@ -404,6 +404,7 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
+        compute: Callable[[int], None]
         compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
         compute = self.clock.timed(compute) if self.clock.num_users else compute
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
