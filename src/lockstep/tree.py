@@ -192,7 +192,7 @@ def add_into(into: Tensors, other: Tensors) -> None:
     """
     # The usual case; the loops run in C.
     if into and all(map(_PRESENT, into)) and all(map(_PRESENT, other)):
-        torch._foreach_add_(into, other)
+        torch._foreach_add_(into, other)  # type: ignore[arg-type]  # all are tensors
         return
     pairs = [(left, right) for left, right in zip(into, other, strict=True) if left is not None and right is not None]
     if pairs:

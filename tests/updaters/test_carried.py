@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.updaters.state.carried import CarriedValues
+from lockstep.updaters.state.carried import CarriedAttempt, CarriedValues
 from tests.support.ranks import launch_on_ranks
 from tests.support.reads import Reads
 from tests.support.runs import finalized
@@ -203,14 +203,12 @@ def test_an_update_that_raises_leaves_no_state(monkeypatch: pytest.MonkeyPatch) 
         assert ls.digest(updater.state_dict()) == before
 
 
-def test_negative_zeros_survive_a_message() -> None:
-    values = CarriedValues(
-        ls.Carried({"h": torch.zeros(1, 3, 2), "c": torch.zeros(1, 3, 1, dtype=torch.bfloat16)}), CPU
-    )
-    new = [torch.tensor([[[-0.0, math.nan]]]), torch.tensor([[[1.5]]], dtype=torch.bfloat16)]
-    ((samples, found),) = values.unpack([values.pack({range(1, 2): new}), b""]).items()
-    assert samples == range(1, 2)
-    assert ls.digest({"0": found[0], "1": found[1]}) == ls.digest({"0": new[0], "1": new[1]})
+def test_negative_zeros_of_other_ranks_are_kept() -> None:
+    attempt = CarriedAttempt(CarriedValues(ls.Carried(torch.zeros(3, 2), dim=0), CPU), [3])
+    attempt.keep(range(1), torch.tensor([[-0.0, math.nan]]))
+    other = {range(1, 3): [torch.full((2, 2), -0.0)]}
+    (merged,) = attempt.merged(lambda own: [own, other])
+    assert ls.digest({"0": merged}) == ls.digest({"0": torch.tensor([[-0.0, math.nan], [-0.0, -0.0], [-0.0, -0.0]])})
 
 
 CPU = torch.device("cpu")

@@ -155,7 +155,7 @@ class RankReduction:
                 [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
             )
             if attempt.gradient_context.carried is not None:
-                attempt.carried = attempt.gradient_context.carried.merged(self._communicator.exchange)
+                attempt.carried = attempt.gradient_context.carried.merged(self._communicator.gather_objects)
         # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
         self.coordinator.end_exchange()
 

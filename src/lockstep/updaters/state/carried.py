@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,9 +12,6 @@ from lockstep import nest
 from lockstep.errors import StateError
 from lockstep.precision import to_device
 from lockstep.replicas import BatchDim, check_dims, count_samples, dims_by_path, positive_dim
-
-HEADER: Final = struct.Struct("<qqq")
-"""The samples of a shard in a message to other ranks: start, stop and step."""
 
 ShardValues: TypeAlias = "dict[range, list[torch.Tensor]]"
 """The values that shards have returned, by the samples of the shard."""
@@ -147,32 +143,6 @@ class CarriedValues:
                 view.copy_(tensor)
         return new
 
-    def pack(self, parts: ShardValues) -> bytes:
-        """Return the values of shards as a message for the other ranks; waits for the device."""
-        message = bytearray()
-        for samples, tensors in parts.items():
-            message += HEADER.pack(samples.start, samples.stop, samples.step)
-            for tensor, own in zip(tensors, self.current, strict=True):
-                flat = tensor.to("cpu", own.dtype).contiguous().flatten().view(torch.uint8)
-                message += flat.numpy().tobytes()
-        return bytes(message)
-
-    def unpack(self, messages: Iterable[bytes]) -> ShardValues:
-        """Return what the ranks have packed."""
-        parts: ShardValues = {}
-        for message in messages:
-            position = 0
-            while position < len(message):
-                samples = range(*HEADER.unpack_from(message, position))
-                position += HEADER.size
-                parts[samples] = []
-                for view in self._views(self.current, samples):
-                    size = view.numel() * view.element_size()
-                    data = bytearray(message[position : position + size])
-                    parts[samples].append(torch.frombuffer(data, dtype=view.dtype).reshape(view.shape))
-                    position += size
-        return parts
-
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Check that saved values have the names and shapes of the current ones.
 
@@ -231,13 +201,15 @@ class CarriedAttempt:
         """Return the new values of some samples; none before they are kept."""
         return self._returned.get(samples, ())
 
-    def merged(self, exchange: Callable[[bytes], list[bytes]] | None = None) -> list[torch.Tensor]:
+    def merged(self, gather: Callable[[ShardValues], list[ShardValues]] | None = None) -> list[torch.Tensor]:
         """Return the values after the update.
 
         Args:
-            exchange: Sends the values of this process to all others, and returns those of all; None for one process.
+            gather: Sends the values of this process to all others, and returns those of all; None for one process.
         """
-        values = self._values
-        # As bytes and not as a sum over ranks, in which -0.0 would become 0.0.
-        parts = self._returned if exchange is None else values.unpack(exchange(values.pack(self._returned)))
-        return values.merged(parts)
+        parts = self._returned
+        if gather is not None:
+            # As they are and not as a sum over ranks, in which -0.0 would become 0.0.
+            own = {samples: [each.cpu() for each in tensors] for samples, tensors in parts.items()}
+            parts = {samples: tensors for found in gather(own) for samples, tensors in found.items()}
+        return self._values.merged(parts)

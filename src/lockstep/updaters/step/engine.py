@@ -420,8 +420,9 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        untimed = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
-        compute = self.clock.timed(untimed) if self.clock.num_users else untimed
+        compute: Callable[[int], None]
+        compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
+        compute = self.clock.timed(compute) if self.clock.num_users else compute
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
