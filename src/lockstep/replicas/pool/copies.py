@@ -247,7 +247,7 @@ class ModelChangeDetector:
         self._layouts, self._state = self._current_layouts(), self._current_state()
 
     def fits(self) -> bool:
-        """Return whether the parameters still have the same memory and, for replicas with memory of their own, layout."""
+        """Return whether the parameters still have the same memory, and the layouts of copies."""
         return self._current_layouts() == self._layouts
 
     def _current_layouts(self) -> list[list[Any]]:
