@@ -62,7 +62,8 @@ def infer_shapes(
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with eager, restored_generators(), torch.no_grad(), META:
         for mode, dtypes in product(dict.fromkeys((training, False)), _input_dtypes(model, bound)):
-            copied.train(mode)
+            if copied.training != mode:
+                copied.train(mode)
             tensors = {path: described[path].to(dtype, copy=True) for path, dtype in dtypes.items()}
             try:
                 by_name = tensors.keys() <= set(arguments)

@@ -318,7 +318,7 @@ class DataParallel(ModuleWrapper):
         self.timeout = timeout
         self._buffer_rule: BufferRules = buffers
         self._passes: ForwardBackward | None = None
-        self._prepared = threading.local()
+        self._prepared: threading.local | None = None
         self._flat: FlattenedParameters | None = None
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
@@ -458,7 +458,7 @@ class DataParallel(ModuleWrapper):
             self._passes = passes = ForwardBackward(replicas, buffers=self._buffer_rule)
             passes.shard_hooks = self._monitor
             self._prepared = threading.local()
-        if self.worker_init_fn is not None:
+        if self.worker_init_fn is not None and self._prepared is not None:
             passes.replicas.run(partial(self._prepare_thread, self.worker_init_fn, self._prepared))
         return passes
 

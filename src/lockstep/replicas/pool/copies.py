@@ -24,8 +24,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
+ADDRESS: Final = (torch.Tensor.data_ptr,)
 LAYOUT: Final = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype", "shape"))
-"""What a replica that shares the memory of a parameter has in common with it."""
+"""What a replica with memory of its own has in common with a parameter, besides its values."""
 
 VERSION: Final = attrgetter("_version")
 
@@ -220,9 +221,11 @@ class ModelChangeDetector:
 
     Args:
         model: The model to record.
+        copied: Whether there are replicas with memory of their own, to which values must fit.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, copied: bool) -> None:
+        self._reads = LAYOUT if copied else ADDRESS
         # Lists, so that the comparison of every update runs without a loop in Python.
         self._current: list[Any] = [watched for module in model.modules() for watched in _watched_dicts(module)]
         held = _values_of(model)
@@ -244,11 +247,11 @@ class ModelChangeDetector:
         self._layouts, self._state = self._current_layouts(), self._current_state()
 
     def fits(self) -> bool:
-        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
+        """Return whether the parameters still have the same memory, and the layouts of copies."""
         return self._current_layouts() == self._layouts
 
     def _current_layouts(self) -> list[list[Any]]:
-        return [list(map(read, self._parameters)) for read in LAYOUT]
+        return [list(map(read, self._parameters)) for read in self._reads]
 
     def _current_state(self) -> list[list[Any]]:
         return [
