@@ -248,9 +248,10 @@ def main() -> int:
                 failed += 1
                 sys.stdout.write("".join(traceback.format_exception(error)))
             seed += 1
-    chains = seed - options.seed
-    kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(total.items()))
-    sys.stdout.write(f"{sum(total.values())} kills ({kinds}) over {chains} chains, {failed} chains ended otherwise\n")
+            kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(total.items()))
+            ended = f"{seed - options.seed} chains, of which {failed} ended otherwise"
+            sys.stdout.write(f"{sum(total.values())} kills ({kinds}) over {ended}\n")
+            sys.stdout.flush()
     return int(failed > 0)
 
 
