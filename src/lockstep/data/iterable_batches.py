@@ -203,7 +203,8 @@ class IterableBatches(Iterator):
         self.batches_of = batches_of
         self.repeat = not self._one_shot if repeat is None else repeat
         # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
-        self._resumable = source if isinstance(source, Resumable) else None
+        given: Any = source
+        self._resumable: Resumable | None = given if isinstance(given, Resumable) else None
         self._num_batches = _length(source)
         if self._num_batches == 0:
             raise ValueError("`source` must hold at least one batch, got none.")

@@ -159,10 +159,12 @@ class Evaluation:
         returned = None if self._loss_fn is None else self._loss_fn(network, *given.args, **given.kwargs)
         if not self._metrics:
             return returned, None
-        if place not in self._outputs:
+        if place in self._outputs:
+            output = self._outputs[place]
+        else:
             inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._runner.precision)
-            network(*inputs, **named_inputs)
-        output = self._outputs.pop(place)
+            output = network(*inputs, **named_inputs)
+        self._outputs.pop(place, None)
         output = output if self._output is None else self._output(output)
         # Metrics compute in float32, which holds every value of the narrower formats.
         return returned, nest.map_tensors(_in_float32, output)

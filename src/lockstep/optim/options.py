@@ -168,6 +168,7 @@ def rows_by(key: Callable[[Tensor], Any], *lists: list[Tensor]) -> dict[Any, lis
         key: A function of the first tensor of a row.
         *lists: The lists.
 
+    >>> import torch
     >>> row = [torch.zeros(1)], [torch.ones(1)]
     >>> rows_by(len, *row)
     {1: [[tensor([0.])], [tensor([1.])]]}

@@ -140,7 +140,7 @@ class Combined(Trigger):
 
     @staticmethod
     @abstractmethod
-    def _fires(fired: Iterable[bool]) -> bool:
+    def _fires(fired: Iterable[bool], /) -> bool:
         """Return whether this trigger fires, given which of its triggers do."""
 
     def initialize(self, progress: Progress) -> None:
