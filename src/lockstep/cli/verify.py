@@ -51,7 +51,7 @@ def _call(options: argparse.Namespace) -> int:
         return 2
     seeds = {way.hash_seed for way in ways} | {"0"}
     # The ways take a while, and the reader sees how far they are.
-    show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, flush=True)
+    show: Callable[[str], None] = (lambda _: None) if options.json else partial(print, flush=True)
     show(f"{len(ways) + 1} ways, up to {options.updates} updates each, in {1 + len(seeds)} starts of Python")
     report = verify(
         options.script, options.arguments, ways=ways, updates=options.updates, folder=options.folder, say=show
