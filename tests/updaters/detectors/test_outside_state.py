@@ -429,6 +429,23 @@ def test_what_changes_no_result_is_not_warned_of(name: str, placement: Placement
             assert updater.update().applied
 
 
+@pytest.mark.parametrize("placement", [Placement(1), TWO])
+def test_a_kept_output_is_warned_of_where_devices_share_it(placement: Placement) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept["output"] = model(x)
+        return functional.cross_entropy(kept["output"] if placement is not TWO else model(x), target)
+
+    with finalized(updater_for(MLP, placement, **RUN, loss_fn=loss_fn)) as updater:
+        updater.update()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            updater.update()
+    found = [str(each.message) for each in caught]
+    assert [text[:23] for text in found] == ["`kept['output']` change"] * (placement is TWO)
+
+
 def test_nothing_is_read_after_the_first_updates() -> None:
     counts = []
     with finalized(updater_for(MLP, loss_fn=ls.supervised(Scratch()), **RUN)) as updater:

@@ -23,6 +23,9 @@ from lockstep.updaters.setup import NamedLoss
 MOST_NAMES: Final = 3
 """The number of tensors that a warning names at most."""
 
+MODEL_AND_REPLICA: Final = 2
+"""The number of models that are left out if there is a single device."""
+
 MOST_LEVELS: Final = 3
 """The number of objects at most on the way from the loss function, which is the first, to a tensor or a module."""
 
@@ -47,7 +50,8 @@ _CURE: Final = (
     "update is repeated, and is not part of a saved state. Make it a buffer of the model, or of a module that you pass "
     "among several models: its new values are averaged over the shards. Or change it once per update: in the criterion "
     "of a `BatchLoss`, which gets the outputs of all samples, or between updates, in an extension or a step function. "
-    "Pass what belongs to positions in the batch as `carried`. Call eval() of a network that is not trained, such as a "
+    "Pass what belongs to positions in the batch as `carried`. Let a hook keep an output that the loss needs in an "
+    "attribute of its module, of which each device has a copy. Call eval() of a network that is not trained, such as a "
     "teacher."
 )
 
@@ -80,7 +84,7 @@ class StateDetector:
         changed = {
             id(after[name].held): name
             for name, old in reversed(before.items())
-            if name in after and old.differs(after[name], sizes)
+            if name in after and old.differs(after[name], sizes, in_threads=len(models) > MODEL_AND_REPLICA)
         }
         names = [*changed.values()][::-1]
         if names:
@@ -113,14 +117,18 @@ class Value:
     version: int | None
     bits: int | None
 
-    def differs(self, new: Value, sizes: Collection[int]) -> bool:
+    def differs(self, new: Value, sizes: Collection[int], *, in_threads: bool) -> bool:
         """Check whether this is the former value of a tensor whose new value depends on the shards.
 
         Args:
             new: The value of the same name afterwards.
             sizes: The numbers of rows of a record of the last output.
+            in_threads: Whether several devices compute at the same time. A record with a graph then counts: it is
+                there for a loss, which may get that of another device.
         """
         is_replaced = new.held is not self.held
+        if in_threads and is_replaced and not self.registered and new.held.grad_fn is not None:
+            return True
         if self.like != new.like or (is_replaced and not self.registered and self.like[0][0] in sizes):
             return False
         if self.bits is None or new.bits is None:
