@@ -132,6 +132,12 @@ def cure_of(error: Exception) -> str:
         )
     if "it uses CuBLAS" in message:
         return " Or call lockstep.use_deterministic_kernels() before anything runs on a GPU, which sets the variable."
+    if "backward through the graph a second time" in message:
+        return (
+            " In lockstep this is a tensor of another shard, if a forward hook or the loss function keeps outputs in a "
+            "dict, list or variable that all devices share. Keep them in an attribute of the module: each device has a "
+            "copy of it."
+        )
     if isinstance(error, torch.AcceleratorError):
         return (
             " An accelerator reports errors of kernels late, so an earlier shard may have caused it. Start the program "

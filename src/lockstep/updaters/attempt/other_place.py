@@ -106,6 +106,7 @@ def run_as_elsewhere(
         error = worker.wait(inf)
     finally:
         worker.close()
+    worker.join()
     if error is not None:
         raise error
 
