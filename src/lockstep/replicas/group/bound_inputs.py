@@ -129,8 +129,8 @@ def check_only_shapes_change(before: Inputs, after: Inputs) -> None:
     for argument, old, new in zip(("data", "labels"), data_and_labels(before), data_and_labels(after), strict=True):
         if old != new:
             raise ValueError(f"`{argument}` must name the inputs that are bound, {old}, got {new}.")
-    for path, old, new in zip(before.names, before.tensors, after.tensors, strict=True):
-        if old.dim() != new.dim():
+    for path, bound, given in zip(before.names, before.tensors, after.tensors, strict=True):
+        if bound.dim() != given.dim():
             raise ValueError(
-                f"`{path}` must keep its number of dimensions ({old.dim()}), got shape {tuple(new.shape)}."
+                f"`{path}` must keep its number of dimensions ({bound.dim()}), got shape {tuple(given.shape)}."
             )

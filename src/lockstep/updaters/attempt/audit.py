@@ -52,8 +52,8 @@ CURE: Final = (
     "update is repeated, and is not part of a saved state. Make a tensor a buffer of the model, or of a module that "
     "you pass among several models: its new values are averaged over the shards. Or change it once per update: in the "
     "criterion of a `BatchLoss`, which gets the outputs of all samples, or between updates, in an extension or a step "
-    "function. Pass what belongs to positions in the batch as `carried`. Let a hook keep an output that the loss needs in "
-    "an attribute of its module, of which each device has a copy. Call eval() of a network that is not trained, "
+    "function. Pass what belongs to positions in the batch as `carried`. Let a hook keep an output that the loss needs "
+    "in an attribute of its module, of which each device has a copy. Call eval() of a network that is not trained, "
     "such as a teacher. Draw random numbers from torch without `generator=`, from the streams of the shards, or from "
     "a generator that the loss function creates: random.Random(torch.randint(2**31, ()).item())."
 )
