@@ -74,7 +74,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def _restore(model: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters their former values."""
+    """Restore the former values of parameters."""
     for name, parameter in _named(model).items():
         if name in copies and parameter.shape == copies[name].shape:
             parameter.copy_(copies[name])
