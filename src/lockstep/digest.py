@@ -353,7 +353,7 @@ def _contents(tensor: torch.Tensor) -> Iterator[memoryview]:
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         if piece.numel():
             # As bytes, because NumPy has no arrays of bfloat16.
-            yield memoryview(piece.view(-1).view(torch.uint8).numpy())
+            yield piece.view(-1).view(torch.uint8).numpy().data
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -362,7 +362,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield tensor
         return
-    for piece in tensor.reshape(-1).split(PIECE // tensor.element_size()):
+    for piece in torch.split(tensor.reshape(-1), PIECE // tensor.element_size()):
         whole = piece.resolve_conj().resolve_neg().cpu().contiguous()
         yield little_endian(whole) if sys.byteorder == "big" else whole
 
