@@ -365,7 +365,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield tensor
         return
-    for piece in tensor.reshape(-1).split(PIECE // tensor.element_size()):  # type: ignore[no-untyped-call]  # torch's gap
+    for piece in torch.split(tensor.reshape(-1), PIECE // tensor.element_size()):
         whole = piece.resolve_conj().resolve_neg().cpu().contiguous()
         yield little_endian(whole) if sys.byteorder == "big" else whole
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.communicators import RunEnvironment
-from lockstep.replicas.pool.devices import _rank_share, parse_devices
+from lockstep.replicas.pool.devices import _of_rank, parse_devices
 from lockstep.replicas.pool.settings import ThreadSettings, inherited
 from lockstep.streams import DefaultStream
 from tests.support.emulated.pool import on_emulated_devices
@@ -29,7 +29,7 @@ def test_accelerators_of_any_type_are_found() -> None:
     assert parse_devices(2) == [torch.device(FIRST), torch.device(SECOND)]
     with pytest.raises(ValueError, match=r"emulated devices 0\.\.3; got 'emulated:4'"):
         parse_devices("emulated:4")
-    shares = [_rank_share(RunEnvironment(rank, 2, rank, 2)) for rank in range(2)]
+    shares = [_of_rank(None, RunEnvironment(rank, 2, rank, 2)) for rank in range(2)]
     assert [[device.index for device in share] for share in shares] == [[0, 1], [2, 3]]
 
 

@@ -48,7 +48,7 @@ def _redirect(undo: ExitStack) -> None:
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's gap
     # Deleting the library has the same effect, but only after the last reference to it is gone.
-    undo.callback(library._destroy)  # noqa: SLF001
+    undo.callback(library._destroy)  # noqa: SLF001 - the only way
     for name, position in random_kernels().items():
         # A second registration would replace the first one without an error and break the other library.
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _DISPATCH_KEY):  # noqa: SLF001 - no public way

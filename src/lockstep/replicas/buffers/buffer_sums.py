@@ -221,7 +221,7 @@ class BufferSum:
         return may_differ
 
     def _keep_first(self, index: int, numbers: Tensor, is_changed: bool | Tensor) -> None:
-        """Take what buffers without a mean have been changed to as their value, or the smaller or larger one."""
+        """Keep what buffers without a mean have been changed to: the first value, or the smaller or larger one."""
         kept, pack = self.firsts[index], self.packs[index]
         if kept is None:
             # Cloned, because the replica writes the next shard's buffers to the same memory.

@@ -18,18 +18,25 @@ Description: TypeAlias = "tuple[str, Sequence[int]]"
 """The name or path of an input, and its shape for the whole batch."""
 
 
-def bound_inputs(data: Sequence[Description], labels: Sequence[Description] | None, batch_dim: BatchDim) -> Inputs:
+def bound_inputs(
+    data: Sequence[Description],
+    labels: Sequence[Description] | None,
+    batch_dim: BatchDim,
+    before: Inputs | None = None,
+) -> Inputs:
     """Return bound inputs.
 
     Args:
         data: The descriptions of the inputs.
         labels: The descriptions of the labels, or None.
         batch_dim: The dimension that counts samples, for all inputs or by name.
+        before: The inputs that are bound so far, of which only shapes may change, or None.
 
     Raises:
         TypeError: If a description is not a pair of a name and a shape.
         ValueError: If there is no data, a name occurs twice, a shape has a negative length or lacks the dimension that
-            counts samples, the numbers of samples differ, or there is none.
+            counts samples, the numbers of samples differ, or there is none; or if an input has another name or number
+            of dimensions than before.
     """
     if not data:
         raise ValueError("`data` must describe at least one input, got none.")
@@ -39,6 +46,8 @@ def bound_inputs(data: Sequence[Description], labels: Sequence[Description] | No
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"`data` and `labels` must name each input once, got {twice!r} twice.")
+    if before is not None:
+        _check_only_shapes_change(before, found, len(described))
     wanted = dict(described)
     return read_inputs((), {}, found, batch_dim, wanted=lambda path, _: path in wanted)
 
@@ -116,21 +125,15 @@ def check_bound(bound: Inputs, found: Iterable[tuple[str, torch.Tensor]]) -> Non
         raise ValueError(f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}.")
 
 
-def check_only_shapes_change(before: Inputs, after: Inputs) -> None:
-    """Check that bound inputs keep their names and numbers of dimensions.
-
-    Args:
-        before: The inputs that are bound.
-        after: The inputs that are to be.
-
-    Raises:
-        ValueError: If an input has another name or another number of dimensions.
-    """
-    for argument, old, new in zip(("data", "labels"), data_and_labels(before), data_and_labels(after), strict=True):
+def _check_only_shapes_change(before: Inputs, found: Sequence[tuple[str, torch.Tensor]], num_data: int) -> None:
+    """Check that described inputs, with data first, have the names and numbers of dimensions of the bound ones."""
+    names = [path for path, _ in found]
+    kinds = zip(("data", "labels"), data_and_labels(before), (names[:num_data], names[num_data:]), strict=True)
+    for argument, old, new in kinds:
         if old != new:
             raise ValueError(f"`{argument}` must name the inputs that are bound, {old}, got {new}.")
-    for path, bound, given in zip(before.names, before.tensors, after.tensors, strict=True):
-        if bound.dim() != given.dim():
+    for (path, tensor), bound in zip(found, before.tensors, strict=True):
+        if tensor.dim() != bound.dim():
             raise ValueError(
-                f"`{path}` must keep its number of dimensions ({bound.dim()}), got shape {tuple(given.shape)}."
+                f"`{path}` must keep its number of dimensions ({bound.dim()}), got shape {tuple(tensor.shape)}."
             )

@@ -25,7 +25,6 @@ from lockstep.replicas.group.bound_inputs import (
     arguments_of,
     bound_inputs,
     check_bound,
-    check_only_shapes_change,
     data_and_labels,
     sample_shapes,
 )
@@ -74,8 +73,7 @@ class Signature:
         before = self.bound
         if before is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
-        bound = bound_inputs(data, labels, self._batch_dim)
-        check_only_shapes_change(before, bound)
+        bound = bound_inputs(data, labels, self._batch_dim, before)
         old = sample_shapes(before)
         self._check_shapes(bound, [path for path, shape in sample_shapes(bound).items() if shape != old[path]])
         # After all checks, so that an error changes nothing.

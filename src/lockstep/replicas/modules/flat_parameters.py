@@ -108,7 +108,7 @@ class FlattenedParameters:
         self._bind()
 
     def _bind(self) -> None:
-        """Let the gradient of each parameter be its part of the flat one."""
+        """Set the gradient of each parameter that requires one to its part of the flat gradient."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.requires_grad:
                 parameter.grad = view
