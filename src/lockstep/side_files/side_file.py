@@ -71,8 +71,9 @@ class SideFile:
         if not self._name.parts or self._name.is_absolute() or ".." in self._name.parts:
             raise ValueError(f"`filename` must be a path below the folder of the run, got {str(name)!r}.")
         self._required = required
+        self._content, self._is_begun = bytearray(), False
         self._on_disk: tuple[int, int, int] | None = None
-        self.begin()
+        self._hash, self._hashed = hashlib.sha256(), 0
 
     @property
     def path(self) -> Path:
@@ -190,8 +191,7 @@ class SideFile:
     def begin(self, content: bytes = b"") -> None:
         """Set the whole content. The disk is unchanged until the next write, so that a start may still be refused."""
         self._content, self._on_disk, self._is_begun = bytearray(content), None, False
-        self._hash = hashlib.sha256()
-        self._hashed: int = 0
+        self._hash, self._hashed = hashlib.sha256(), 0
 
     def add(self, data: bytes) -> None:
         """Add to the content without writing it."""
