@@ -151,7 +151,11 @@ def interrupt(out: Path, place: Place, given: Kill) -> bool:
         time.sleep(given.seconds)
         alive = process.poll() is None and bool(victims or not given.point)
         if alive:
-            kill([process.pid, *descendants(process.pid)] if given.everything else victims)
+            if given.everything:
+                victims = descendants(process.pid)
+                # First, and with what it forks its ranks from, so that it starts no further one meanwhile.
+                os.killpg(process.pid, signal.SIGKILL)
+            kill(victims)
         ending(process)
     return alive
 

@@ -71,9 +71,9 @@ class SideFile:
         if not self._name.parts or self._name.is_absolute() or ".." in self._name.parts:
             raise ValueError(f"`filename` must be a path below the folder of the run, got {str(name)!r}.")
         self._required = required
+        self._content, self._is_begun = bytearray(), False
         self._on_disk: tuple[int, int, int] | None = None
-        self._hashed: int = 0
-        self.begin()
+        self._hash, self._hashed = hashlib.sha256(), 0
 
     @property
     def path(self) -> Path:

@@ -139,7 +139,7 @@ class DigestLog:
 
 
 def _difference(before: Record, again: Record) -> str:
-    """Say how the second result of an update differs from the first."""
+    """Describe how the second result of an update differs from the first."""
     where = "every tensor is equal, but counters or options differ"
     if differing := before.differing(again):
         name = differing[0]
