@@ -483,7 +483,12 @@ OTHERS = [
     row("launch", lambda: ls.launch("main", num_processes=2), "`main` must be a function, got a str"),
     row("no process", lambda: ls.launch(print, num_processes=0), "`num_processes` must be at least 1, got 0"),
     row("predict", lambda: ls.predict(net(), (X, Y)), "got a tuple", "TensorDataset(*tensors)"),
-    row("predict and repeat", lambda: ls.predict(net(), batches()), "must end after one pass", "Pass repeat=False"),
+    row(
+        "predict and repeat",
+        lambda: ls.predict(net(), batches()),
+        "must end after one pass",
+        "Create it with repeat=False",
+    ),
     row("seed", lambda: ls.seed_everything("a"), "`seed` must be an integer, got 'a'"),
     row("find_lr", lambda: ls.find_lr(net()), "`updater` must be a ParallelUpdater, got a Linear"),
     row("model as parameters", lambda: ls.MomentumSGD(net(), lr=0.1), "got a Linear", "Pass model.parameters()"),
