@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import _lru_cache_wrapper, partial
 from math import inf, nan
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import DeterminismWarning
 from lockstep.replicas import ThreadSettings, Worker, inherited
-from lockstep.updaters.detectors.references import references
+from lockstep.updaters.detectors import defining_modules
 
 ALLOCATIONS: Final = frozenset(
     {
@@ -114,9 +114,7 @@ def run_as_elsewhere(
 @contextmanager
 def _without_caches(users: Iterable[object]) -> Iterator[None]:
     """Replace the cached functions of modules by those that they wrap, so that no cache is read, filled or emptied."""
-    held = [found for each in users for found in (each, *references(each))]
-    # Compared by type, so that no code of the user runs.
-    names = dict.fromkeys((each if type(each) is FunctionType else type(each)).__module__ for each in held)
+    names = defining_modules(users)
     modules = [sys.modules[name] for name in names if name in sys.modules and name.split(".")[0] not in LIBRARIES]
     cached = [(module, name, each) for module in modules for name, each in _cached(module)]
     for module, name, each in cached:

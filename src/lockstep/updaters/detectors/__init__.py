@@ -5,6 +5,7 @@ from lockstep.updaters.detectors.outside import LOSSES as LOSSES, outside_tensor
 from lockstep.updaters.detectors.references import (
     attributes as attributes,
     compares_objects as compares_objects,
+    defining_modules as defining_modules,
     names_in as names_in,
     references as references,
 )

@@ -64,6 +64,17 @@ def references(value: Any) -> list[object]:
     return [*attributes(value).values()]
 
 
+def defining_modules(values: Iterable[object]) -> list[str]:
+    """Return the names of the modules that define functions, the classes of other objects, and what both refer to.
+
+    Args:
+        values: The functions and objects.
+    """
+    held = [found for each in values for found in (each, *references(each))]
+    # Compared by type, so that no code of the user runs.
+    return list(dict.fromkeys((each if type(each) is FunctionType else type(each)).__module__ for each in held))
+
+
 def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the values of a function's closure, of its defaults, and of the global variables that it names.
 
