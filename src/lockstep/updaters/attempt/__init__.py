@@ -6,6 +6,7 @@ from lockstep.updaters.attempt.attempt import (
     Described as Described,
     GradientRequest as GradientRequest,
     check_finite as check_finite,
+    check_some_gradient as check_some_gradient,
 )
 from lockstep.updaters.attempt.audit import (
     Audit as Audit,
@@ -13,6 +14,8 @@ from lockstep.updaters.attempt.audit import (
     Exchange as Exchange,
     OnFault as OnFault,
     Seals as Seals,
+    names_of_seals as names_of_seals,
+    seals_of as seals_of,
 )
 from lockstep.updaters.attempt.context import UpdateContext as UpdateContext, UpdateSigint as UpdateSigint
 from lockstep.updaters.attempt.deferred import Deferral as Deferral, DeferredCheck as DeferredCheck

@@ -77,6 +77,24 @@ class GradientRequest:
 FINITE: Final = FiniteCheck()
 
 
+def check_some_gradient(gradients: Tensors) -> None:
+    """Check that a loss has reached some parameter.
+
+    Args:
+        gradients: The gradients; None where there is none.
+
+    Raises:
+        ValueError: If no parameter has a gradient.
+    """
+    for gradient in gradients:
+        if gradient is not None:
+            return
+    raise ValueError(
+        "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss that gives "
+        "none of its parameters a gradient."
+    )
+
+
 def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> OverflowCheck:
     """Check whether gradients are finite, and name the first parameter whose gradient is not.
 

@@ -7,16 +7,18 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
 
 import torch
 
+from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError
 from lockstep.integers import check_integer
 from lockstep.plan import Shard
+from lockstep.replicas import BufferRef, BufferRules, is_averaged_silently
 from lockstep.updaters.detectors import moved
 
 LOG = logging.getLogger("lockstep")
@@ -61,6 +63,27 @@ MOST_NAMES: Final = 3
 """The number of names that a warning lists at most."""
 
 
+def names_of_seals(parameters: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the names of what is compared, in the order in which `seals_of` is given it.
+
+    Args:
+        parameters: The names of the parameters.
+        others: The names of buffers and carried values.
+    """
+    gradients = (f"the gradient of {name!r}" for name in parameters)
+    return [*gradients, "the loss", *map(repr, others), "the weight of the loss"]
+
+
+def seals_of(computed: Iterable[torch.Tensor | None], weight: float | torch.Tensor) -> Seals:
+    """Return the checksums of what a shard has computed.
+
+    Args:
+        computed: The gradients, the loss, buffers and carried values.
+        weight: The weight of the loss.
+    """
+    return *(None if each is None else checksum(each) for each in computed), float(weight)
+
+
 @dataclass(slots=True)
 class Audit:
     """The shard of an attempt that is computed twice.
@@ -100,6 +123,18 @@ class Audit:
         self.before = self.states()
         if self.other[0] == self.rank:
             self.again = self.compute(self.other[1])
+
+    def note_buffers(self, refs: Sequence[BufferRef], left: Iterable[torch.Tensor | None], rules: BufferRules) -> None:
+        """Keep the checksums of buffers that a shard has left, and that shards may disagree on.
+
+        Args:
+            refs: The buffers of the model.
+            left: What the shard has left in each of them; None where it changed nothing.
+            rules: The rules by which buffers of shards become one.
+        """
+        for ref, tensor in zip(refs, left, strict=True):
+            if tensor is not None and is_averaged_silently(ref, tensor, rules):
+                self.left.setdefault(ref.path, set()).add(checksum(tensor))
 
     def to_plain(self) -> list[str | None]:
         """Return what this rank has computed, to be sent to the other ranks."""
@@ -248,7 +283,7 @@ class Auditor:
         """Whether a dependency was warned of, after which a difference says nothing new."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
-        self._start = self._end = 0
+        self._end = 0
 
     def restart(self, update: int) -> None:
         """Audit the next update.
@@ -257,7 +292,7 @@ class Auditor:
             update: The number of updates that are done.
         """
         self.next = math.inf if self._every == 0 else update
-        self._start, self._end = update, update + 1
+        self._end = update + 1
 
     def extend(self, update: int) -> None:
         """Audit the next updates as well, because what a loss function holds may move after the first one only.
@@ -284,7 +319,7 @@ class Auditor:
         Args:
             update: The number of updates that are done before that other one.
         """
-        return update + 1 < self._start + EXTENDED or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
+        return update + 1 < self._end or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
 
     def choose(
         self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True

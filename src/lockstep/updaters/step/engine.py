@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,6 @@ import torch
 
 from lockstep.communicators import Watch
 from lockstep.data import Samples
-from lockstep.digest import checksum
 from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
@@ -25,7 +24,6 @@ from lockstep.replicas import (
     check_no_leaked_gradients,
     check_no_trained_buffers,
     finish_whole,
-    is_averaged_silently,
     refusing_writes,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
@@ -39,7 +37,10 @@ from lockstep.updaters.attempt import (
     Seals,
     UpdateContext,
     check_finite,
+    check_some_gradient,
+    names_of_seals,
     run_as_elsewhere,
+    seals_of,
 )
 from lockstep.updaters.compute import (
     Clock,
@@ -72,14 +73,11 @@ from lockstep.updaters.setup import (
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
-    CONSUME,
     GRADIENT_OF,
     PRESENT,
-    USED_VERSION,
-    VERSION_OF,
     check_first_shards,
-    check_no_unused_gradients,
     check_reached,
+    remove_gradients,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 
@@ -201,7 +199,6 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
-            attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
@@ -210,6 +207,8 @@ class GradientEngine:
         )
         if attempt.audit is not None or self.training.iteration >= self.auditor.next:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt, context)
+        if self.ranks is not None:
+            attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
         scale = attempt.scale
         attempt.gradient_context = GradientContext(
             request.loss_fn,
@@ -243,14 +242,9 @@ class GradientEngine:
         rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
         audit = self.auditor.choose(everywhere, rank, update, movable=not may_draw(attempt.batches))
-        buffers = [ref.path for ref in self.prepared.buffer_refs]
         carried = () if self.training.carried is None else self.training.carried.names
-        audit.names = [
-            *(f"the gradient of {name!r}" for name in self.prepared.named_parameters),
-            "the loss",
-            *(f"{name!r}" for name in (*buffers, *carried)),
-            "the weight of the loss",
-        ]
+        others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
+        audit.names = names_of_seals(self.prepared.named_parameters, others)
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)
@@ -276,9 +270,7 @@ class GradientEngine:
         """Keep the checksums of buffers that a shard has left on a device, and that shards may disagree on."""
         if self.training.iteration == self._start and attempt.share.num_shards > 1:
             left = self.prepared.runners[place].buffers.left()
-            for ref, tensor in zip(self.prepared.buffer_refs, left, strict=True):
-                if tensor is not None and is_averaged_silently(ref, tensor, self.recipe.buffers):
-                    audit.left.setdefault(ref.path, set()).add(checksum(tensor))
+            audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
 
     def _seals(
         self, context: GradientContext, place: int, shard: Shard, gradients: Tensors, report: ShardReport
@@ -286,7 +278,7 @@ class GradientEngine:
         """Return the checksums of what a shard has computed."""
         carried = () if context.carried is None else context.carried.returned(shard.samples)
         computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *carried)
-        return *(None if each is None else checksum(each) for each in computed), float(report.weight)
+        return seals_of(computed, report.weight)
 
     def _compute_again(self, attempt: Attempt, context: UpdateContext, place: int) -> Seals | None:
         """Compute the audited shard on a device of this process, and leave everything else as it is."""
@@ -409,7 +401,7 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            self._remove_gradients(request.wanted)
+            remove_gradients(prepared, request.wanted, self.used_at, self.training.optimizers.values())
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
@@ -444,17 +436,6 @@ class GradientEngine:
             self.watch.phase = "data loading"
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
-
-    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
-        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
-        parameters = self.prepared.parameters
-        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
-        if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
-            named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
-            check_no_unused_gradients(named, wanted, self.used_at, optimizers)
-        if wanted is not None:
-            parameters = [each for each in parameters if id(each) in wanted]
-        CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -541,15 +522,8 @@ class GradientEngine:
             self._weighted, attempt.complete = not self._weighted, False
             return
         prepared, gradients = self.prepared, attempt.gradients
-        for gradient in gradients:
-            if gradient is not None:
-                break
-        else:
-            if attempt.reports:
-                raise ValueError(
-                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss "
-                    "that gives none of its parameters a gradient."
-                )
+        if attempt.reports:
+            check_some_gradient(gradients)
         attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
     def first_stream(self, computation: int = 0, *, ahead: int = 0) -> int:
