@@ -128,11 +128,6 @@ class StreamOverride:
     _owners: ClassVar[set[StreamOverride]] = set()
     _undo: ClassVar[ExitStack | None] = None
 
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Return whether the override is installed by any owner."""
-        return cls._undo is not None
-
     @property
     def installed(self) -> bool:
         """Whether this owner has installed the override."""
@@ -204,7 +199,7 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
         self._outer: list[torch.Generator | None] = []
 
     def __enter__(self) -> None:
-        if not StreamOverride.is_installed():
+        if StreamOverride._undo is None:  # noqa: SLF001 - of this module; a call would cost as much as the rest
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
         self._outer.append(THREAD_STREAMS.generator)
         THREAD_STREAMS.generator = torch.Generator().manual_seed(self._seed)

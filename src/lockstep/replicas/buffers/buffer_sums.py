@@ -163,8 +163,8 @@ class BufferSum:
     """
 
     weighted_sums: ShardSum
-    weights: list[Number]
-    firsts: Tensors
+    weights: list[Number] = field(default_factory=list)
+    firsts: Tensors = field(default_factory=list)
     packs: Sequence[Pack] = ()
     starts: Sequence[Tensor] = ()
     compares: bool = True
@@ -172,9 +172,7 @@ class BufferSum:
     differing: list[Number] = field(default_factory=list)
 
     @classmethod
-    def empty(
-        cls, first: int, starts: Sequence[Tensor] = (), packs: Sequence[Pack] = (), *, compares: bool = True
-    ) -> BufferSum:
+    def empty(cls, first: int, starts: Sequence[Tensor], packs: Sequence[Pack], *, compares: bool = True) -> BufferSum:
         """Return a sum without shards.
 
         Args:

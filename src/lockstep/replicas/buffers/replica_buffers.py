@@ -35,7 +35,7 @@ from lockstep.replicas.buffers.buffer_sums import (
     create_packs,
     is_averaged,
 )
-from lockstep.tree import Tensors
+from lockstep.tree import ShardSum, Tensors
 
 RUNNING_STATISTICS: Final = ("running_mean", "running_var")
 """The names that the layers of PyTorch give to averages over batches."""
@@ -80,7 +80,7 @@ class ReplicaBuffers:
             An empty sum to collect the changes in.
         """
         if not self.entries:
-            return BufferSum.empty(first)
+            return BufferSum(ShardSum(first))
         sources = [source for ref in self._sources if (source := ref.get()) is not None]
         self._start = [source.detach().to(own.device) for source, own in zip(sources, self._own, strict=True)]
         self._unchanged = [False] * len(self._refs)

@@ -57,11 +57,16 @@ class TreeSum:
             The sum, with one entry per parameter: None if no shard had one, or the partial sum itself if there is only
             one.
         """
-        if keep and len(partials) > 1:
+        if len(partials) == 1:
+            alone = move_partials(partials, self._replicas.devices[0]) if self._several else partials
+            return alone[0].tensors
+        if keep:
             partials = [
                 PartialSum(each.shard, [None if tensor is None else tensor.clone() for tensor in each.tensors])
                 for each in partials
             ]
+        if not (self.is_parallel and self._can_be_sliced(partials)):
+            return total(partials)
         return self.reduce(partials, _leave, None)[0]
 
     def reduce(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from types import FunctionType, MethodType, ModuleType
@@ -225,7 +225,7 @@ class ModelChangeDetector:
     """
 
     def __init__(self, model: nn.Module, *, copied: bool) -> None:
-        self._reads = LAYOUT if copied else ADDRESS
+        self._reads: Sequence[Callable[[Any], object]] = LAYOUT if copied else ADDRESS
         # Lists, so that the comparison of every update runs without a loop in Python.
         self._current: list[Any] = [watched for module in model.modules() for watched in _watched_dicts(module)]
         held = _values_of(model)
@@ -238,28 +238,23 @@ class ModelChangeDetector:
         self.computed = _computed_weights(model)
         # They equal others of the same value.
         self._single = [
-            (module._parameters, name)
+            (module._parameters, name, parameter)
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() == 1
         ]
         self._recorded = [_shallow_copy(watched) for watched in self._current]
-        self._layouts, self._state = self._current_layouts(), self._current_state()
+        self._bytes = [array.tobytes() for array in self._arrays]
+        self._versions = list(map(VERSION, self._tensors))
+        self._requires_grad = list(map(REQUIRES_GRAD, self._parameters))
+        self._layouts = [list(map(read, self._parameters)) for read in self._reads]
 
     def fits(self) -> bool:
         """Return whether the parameters still have the same memory, and the layouts of copies."""
-        return self._current_layouts() == self._layouts
-
-    def _current_layouts(self) -> list[list[Any]]:
-        return [list(map(read, self._parameters)) for read in self._reads]
-
-    def _current_state(self) -> list[list[Any]]:
-        return [
-            list(map(REQUIRES_GRAD, self._parameters)),
-            list(map(VERSION, self._tensors)),
-            [array.tobytes() for array in self._arrays],
-            [id(registry.get(name)) for registry, name in self._single],
-        ]
+        for read, layouts in zip(self._reads, self._layouts, strict=True):
+            if list(map(read, self._parameters)) != layouts:
+                return False
+        return True
 
     def compute_weights(self) -> None:
         """Compute the weights of the model that hooks of `prune` and `weight_norm` set in a forward, without a graph.
@@ -278,9 +273,14 @@ class ModelChangeDetector:
 
     def changed(self) -> bool:
         """Return whether the model differs from the record."""
-        if not self.fits() or self._current_state() != self._state:
-            return True
-        if not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers):
+        if (
+            not self.fits()
+            or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad
+            or list(map(VERSION, self._tensors)) != self._versions
+            or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
+            or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
+            or (self._buffers and not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers))
+        ):
             return True
         try:
             return self._current != self._recorded

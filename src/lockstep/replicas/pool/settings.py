@@ -197,7 +197,8 @@ def inherited(settings: ThreadSettings) -> Iterator[None]:
     Args:
         settings: The settings of the thread that requested the work.
     """
-    autocast, streams = _switch_autocast(settings.autocast), _switch_streams(settings.streams)
+    autocast = _switch_autocast(settings.autocast)
+    streams = _switch_streams(settings.streams) if settings.streams else []
     flush = SMALLEST_DENORMAL * 1.0 == 0.0
     try:
         with ComputeMode(settings), settings.default_device or nullcontext():
@@ -207,8 +208,10 @@ def inherited(settings: ThreadSettings) -> Iterator[None]:
     finally:
         if settings.flush_denormal != flush:
             torch.set_flush_denormal(flush)
-        _switch_autocast(autocast)
-        _switch_streams(streams)
+        if autocast:
+            _switch_autocast(autocast)
+        if streams:
+            _switch_streams(streams)
 
 
 def _autocast_state(device_type: str) -> AutocastState:
@@ -218,13 +221,12 @@ def _autocast_state(device_type: str) -> AutocastState:
 def _switch_autocast(states: Iterable[AutocastState]) -> list[AutocastState]:
     """Apply autocast states where they differ, and return the previous states of those."""
     before = []
-    for state in states:
-        current = _autocast_state(state[0])
+    for kind, enabled, dtype in states:
         # Unchanged states are skipped, because setting them takes longer than reading them.
-        if current != state:
-            before.append(current)
-            torch.set_autocast_enabled(*state[:2])
-            torch.set_autocast_dtype(state[0], state[2])
+        if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
+            before.append(_autocast_state(kind))
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
     return before
 
 

@@ -6,7 +6,6 @@ from lockstep.updaters.attempt.attempt import (
     Described as Described,
     GradientRequest as GradientRequest,
     check_finite as check_finite,
-    check_some_gradient as check_some_gradient,
 )
 from lockstep.updaters.attempt.audit import (
     Audit as Audit,

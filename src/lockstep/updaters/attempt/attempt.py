@@ -77,25 +77,9 @@ class GradientRequest:
 FINITE: Final = FiniteCheck()
 
 
-def check_some_gradient(gradients: Tensors) -> None:
-    """Check that a loss has reached some parameter.
-
-    Args:
-        gradients: The gradients; None where there is none.
-
-    Raises:
-        ValueError: If no parameter has a gradient.
-    """
-    for gradient in gradients:
-        if gradient is not None:
-            return
-    raise ValueError(
-        "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss that gives "
-        "none of its parameters a gradient."
-    )
-
-
-def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> OverflowCheck:
+def check_finite(
+    names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None], *, any_shard: bool = False
+) -> OverflowCheck:
     """Check whether gradients are finite, and name the first parameter whose gradient is not.
 
     If the check was deferred, nothing is read from the device.
@@ -104,10 +88,23 @@ def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool
         names: The names of the parameters, in the order of the gradients.
         gradients: The gradients, None where there is none.
         finite: Whether each slice of the gradients is finite; None where the check was deferred.
+        any_shard: Whether a shard was computed, whose loss must have reached a parameter.
+
+    Raises:
+        ValueError: If no parameter has a gradient although a shard was computed.
 
     >>> check_finite(["weight", "bias"], [None, torch.tensor([torch.inf])], [True, False]).nonfinite
     'bias'
     """
+    for gradient in gradients:
+        if gradient is not None:
+            break
+    else:
+        if any_shard:
+            raise ValueError(
+                "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss that "
+                "gives none of its parameters a gradient."
+            )
     # The usual case needs no names; parameters are only searched where a slice is not finite.
     if False not in finite and None not in finite:
         return FINITE

@@ -6,7 +6,6 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter, is_not
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal
@@ -409,36 +408,6 @@ CONSUME: Final = deque[object](maxlen=0).extend
 """Runs an iterator to its end. Loops of every update run in C, in a tenth of the time of those in Python."""
 
 
-def remove_gradients(
-    prepared: PreparedModel,
-    wanted: Collection[int] | None,
-    used_at: Mapping[int, int],
-    optimizers: Iterable[Optimizer],
-) -> None:
-    """Free the memory of the last gradients for those of an update, and refuse those that no optimizer has stepped by.
-
-    A gradient of the original that is there after the update was computed with it, and not with a replica.
-
-    Args:
-        prepared: The model.
-        wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
-        used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
-            stepped by a gradient of your own since.
-        optimizers: The optimizers. Fused ones leave versions as they are, so only gradients before the first update are
-            found.
-
-    Raises:
-        OrderError: If a gradient is neither that of a finished update nor zero.
-    """
-    parameters = prepared.parameters
-    gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
-    if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
-        check_no_unused_gradients(prepared.named_parameters, wanted, used_at, optimizers)
-    if wanted is not None:
-        parameters = [each for each in parameters if id(each) in wanted]
-    CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
-
-
 def check_no_unused_gradients(
     parameters: Mapping[str, torch.Tensor],
     wanted: Collection[int] | None,
@@ -450,8 +419,10 @@ def check_no_unused_gradients(
     Args:
         parameters: The parameters by name.
         wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
-        used_at: As for `remove_gradients`.
-        optimizers: As for `remove_gradients`.
+        used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
+            stepped by a gradient of your own since.
+        optimizers: The optimizers. Fused ones leave versions as they are, so only gradients before the first update are
+            found.
 
     Raises:
         OrderError: If a gradient is neither that of a finished update nor zero.

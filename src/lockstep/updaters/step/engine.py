@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,6 @@ from lockstep.updaters.attempt import (
     Seals,
     UpdateContext,
     check_finite,
-    check_some_gradient,
     names_of_seals,
     run_as_elsewhere,
     seals_of,
@@ -73,11 +72,14 @@ from lockstep.updaters.setup import (
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
+    CONSUME,
     GRADIENT_OF,
     PRESENT,
+    USED_VERSION,
+    VERSION_OF,
     check_first_shards,
+    check_no_unused_gradients,
     check_reached,
-    remove_gradients,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 
@@ -401,7 +403,7 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            remove_gradients(prepared, request.wanted, self.used_at, self.training.optimizers.values())
+            self._remove_gradients(request.wanted)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
@@ -412,9 +414,8 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        compute: Callable[[int], None]
-        compute = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
-        compute = self.clock.timed(compute) if self.clock.num_users else compute
+        untimed = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
+        compute = self.clock.timed(untimed) if self.clock.num_users else untimed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
@@ -436,6 +437,17 @@ class GradientEngine:
             self.watch.phase = "data loading"
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
+
+    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
+        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
+        parameters = self.prepared.parameters
+        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
+        if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
+            named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
+            check_no_unused_gradients(named, wanted, self.used_at, optimizers)
+        if wanted is not None:
+            parameters = [each for each in parameters if id(each) in wanted]
+        CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -521,10 +533,8 @@ class GradientEngine:
             # depends on the kinds of the shards of this update only.
             self._weighted, attempt.complete = not self._weighted, False
             return
-        prepared, gradients = self.prepared, attempt.gradients
-        if attempt.reports:
-            check_some_gradient(gradients)
-        attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
+        named, slices = self.prepared.named_parameters, attempt.slices_are_finite
+        attempt.overflow_check = check_finite(named, attempt.gradients, slices, any_shard=bool(attempt.reports))
 
     def first_stream(self, computation: int = 0, *, ahead: int = 0) -> int:
         """Return the position of the first random stream of an update's gradient, after `computation` earlier ones.
