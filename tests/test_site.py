@@ -39,9 +39,14 @@ def documented() -> list[str]:
 
 
 def public_names(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Yield the names that the `__init__` of a package imports as themselves, and what they stand for."""
+    """Yield the public names of a namespace, and what they stand for.
+
+    Those of a package are what its `__init__` imports as themselves, and those of a module are its classes.
+    """
     assert module.__file__
     for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+            yield node.name, vars(module)[node.name]
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             name = alias.asname or ""
             if name and name[0] != "_" and not inspect.ismodule(vars(module)[name]):

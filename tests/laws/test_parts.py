@@ -168,7 +168,7 @@ def with_other_blocks(communicator: ls.Communicator, folder: Path) -> str:
 
 def test_ranks_that_read_other_blocks_are_refused(folder: Path) -> None:
     for told in run_on_ranks(with_other_blocks, 2, folder):
-        assert "blocks and sections of `data.Parts`" in told
+        assert "`blocks_and_sections`" in told
 
 
 def dealt_by_rank(communicator: ls.Communicator, folder: Path, log: Path) -> list[str]:

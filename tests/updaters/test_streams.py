@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -191,15 +192,14 @@ def test_an_owner_collected_while_another_installs_does_not_block(monkeypatch: p
     forgotten, other = StreamOverride(), StreamOverride()
     forgotten.install()
     forgotten.remove()
-    original = override.redirect
+    original = override._redirect
 
-    def collecting(kernels: Any) -> torch.library.Library:
+    def collecting(undo: ExitStack) -> None:
         forgotten.remove()  # what a finalizer does when the collector runs just here
-        library = original(kernels)
+        original(undo)
         forgotten.remove()
-        return library
 
-    monkeypatch.setattr(override, "redirect", collecting)
+    monkeypatch.setattr(override, "_redirect", collecting)
     with other:
         assert other.installed
         with shard_stream(3):

@@ -1,6 +1,5 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.attempt import FreshMemory as FreshMemory, fill as fill
 from lockstep.updaters.compute import (
     Clock as Clock,
     ShardFunction as ShardFunction,

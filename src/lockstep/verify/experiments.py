@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
-from lockstep.replicas import ShardRunner
+from lockstep.replicas import FreshMemory, ShardRunner
 from lockstep.tree import ShardSum
-from lockstep.updaters import FreshMemory
 from lockstep.verify.local import LOCAL
 from lockstep.verify.recorder import bits
 

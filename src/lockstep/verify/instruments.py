@@ -26,9 +26,17 @@ from lockstep.data import BatchIterator
 from lockstep.extensions import Snapshot
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
-from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunner, ShardStreams, parse_devices
+from lockstep.replicas import (
+    DataParallel,
+    FreshMemory,
+    ReplicaGroup,
+    ReplicaSet,
+    ShardRunner,
+    ShardStreams,
+    parse_devices,
+)
 from lockstep.trainer import Trainer
-from lockstep.updaters import FreshMemory, ParallelUpdater
+from lockstep.updaters import ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
 from lockstep.verify.findings import LOOP, describe_parameters
 from lockstep.verify.job import Job

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.updaters import fill
+from lockstep.replicas import fill
 from lockstep.verify.local import LOCAL
 from lockstep.verify.recorder import bits
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.updaters import FreshMemory
+from lockstep.replicas import FreshMemory
 
 HELD = {"mean": 0.0}
 LOCAL = threading.local()

@@ -57,9 +57,11 @@ class TreeSum:
             The sum, with one entry per parameter: None if no shard had one, or the partial sum itself if there is only
             one.
         """
+        # Partial sums stay on their devices until here, where they are needed in one place.
+        if self._several:
+            partials = move_partials(partials, self._replicas.devices[0])
         if len(partials) == 1:
-            alone = move_partials(partials, self._replicas.devices[0]) if self._several else partials
-            return alone[0].tensors
+            return partials[0].tensors
         if keep:
             partials = [
                 PartialSum(each.shard, [None if tensor is None else tensor.clone() for tensor in each.tensors])

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from lockstep.errors import OrderError
+from lockstep.replicas.pool.fresh_memory import FreshMemory
 
 LEVELS: Final = threading.RLock()
 """Held by the thread that is inside of a level."""
@@ -247,8 +248,9 @@ def _kept_by_thread(num_modes: int) -> str:
     Args:
         num_modes: The number of torch function modes.
     """
-    # torch keeps the default device, which is captured by itself, below all other modes.
-    if num_modes > 1 or (num_modes and not isinstance(torch._C._get_function_stack_at(0), DeviceContext)):  # noqa: SLF001 - no public way
+    # The default device is captured by itself, and an audit is content with the memory of one thread.
+    modes = map(torch._C._get_function_stack_at, range(num_modes))  # noqa: SLF001 - no public way
+    if num_modes and not all(isinstance(mode, DeviceContext | FreshMemory) for mode in modes):
         return "a `TorchFunctionMode`"
     if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as above
         return "a `TorchDispatchMode`"

@@ -18,9 +18,5 @@ from lockstep.updaters.attempt.audit import (
 )
 from lockstep.updaters.attempt.context import UpdateContext as UpdateContext, UpdateSigint as UpdateSigint
 from lockstep.updaters.attempt.deferred import Deferral as Deferral, DeferredCheck as DeferredCheck
-from lockstep.updaters.attempt.other_place import (
-    FreshMemory as FreshMemory,
-    fill as fill,
-    run_as_elsewhere as run_as_elsewhere,
-)
+from lockstep.updaters.attempt.other_place import run_as_elsewhere as run_as_elsewhere
 from lockstep.updaters.attempt.step_stream import StepStream as StepStream
