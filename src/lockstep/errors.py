@@ -6,6 +6,9 @@ non-finite, calls out of order, and a saved state that does not fit.
 """
 
 import signal
+from typing import Final
+
+import torch
 
 
 def printable(text: str) -> str:
@@ -20,6 +23,35 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+MEMORY_MESSAGES: Final = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Parts of the messages of a `RuntimeError` by which torch says so: of the CPU's allocator (that of Windows second), of
+accelerators whose error has no class of its own, and of libraries that allocate memory themselves."""
+
+
+def is_memory_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, says that memory does not suffice.
+
+    Args:
+        error: The error; None for none.
+
+    >>> is_memory_error(torch.OutOfMemoryError()), is_memory_error(MemoryError()), is_memory_error(ValueError())
+    (True, True, False)
+    """
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(each in str(error) for each in MEMORY_MESSAGES):
+            return True
+        error = error.__cause__
+    return False
 
 
 class LockstepError(Exception):

@@ -229,7 +229,6 @@ data = TensorDataset(torch.randn(4096, 4), torch.randn(4096, 4))
 updater = ls.ParallelUpdater(
     ls.BatchIterator(data, 8), torch.optim.SGD(model.parameters(), lr=0.1), model,
     devices=["cpu"], num_shards=1, loss_fn=ls.supervised(nn.functional.mse_loss),
-    audit_every=0,  # an audit starts a thread, and Python waits forever for one that gets no memory
 )
 updater.update()
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -32,6 +32,7 @@ from lockstep.replicas.buffers import (
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
 from lockstep.replicas.memory import (
     free_reserved_memory as free_reserved_memory,
+    is_memory_limited as is_memory_limited,
     peak_memory as peak_memory,
     restart_peak_memory as restart_peak_memory,
 )

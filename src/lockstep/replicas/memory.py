@@ -62,6 +62,15 @@ def free_reserved_memory(device: torch.device) -> None:
         module.empty_cache()
 
 
+def is_memory_limited() -> bool:
+    """Return whether a limit of this process may make allocations fail (``ulimit -v``)."""
+    if sys.platform == "win32":
+        return False
+    import resource  # noqa: PLC0415 - Windows has none
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
 def _counting(device: torch.device) -> CountsMemory | None:
     """Return the module of an accelerator if it counts memory."""
     module = None if device.type == "cpu" else torch.get_device_module(device)

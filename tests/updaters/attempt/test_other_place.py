@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,7 +57,9 @@ class QuietSGD(torch.optim.SGD):
 
 
 def updater_of(
-    factor: Callable[[torch.Tensor], torch.Tensor | float], kind: type[torch.optim.SGD] = torch.optim.SGD
+    factor: Callable[[torch.Tensor], torch.Tensor | float],
+    kind: type[torch.optim.SGD] = torch.optim.SGD,
+    devices: int = 1,
 ) -> ls.ParallelUpdater:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
@@ -64,7 +69,7 @@ def updater_of(
 
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
-    return ls.ParallelUpdater(ls.BatchIterator(data, 16), optimizer, model, devices=1, num_shards=4, loss_fn=loss_fn)
+    return ls.ParallelUpdater(ls.BatchIterator(data, 16), optimizer, model, devices=devices, num_shards=4, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,62 @@ def test_an_error_in_another_thread_is_a_warning() -> None:
     with pytest.warns(ls.DeterminismWarning, match="in another thread, .* raised ReplicaError: .*factor"):
         updater.update()
     assert updater.update().applied
+
+
+def without_memory(x: torch.Tensor) -> float:
+    if isinstance(threading.current_thread(), threading._MainThread):
+        return 0.0
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_memory_that_does_not_suffice_twice_is_no_finding() -> None:
+    assert updater_of(without_memory).update().applied
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_no_thread_is_started_where_memory_is_limited() -> None:
+    """Python waits forever for a thread that gets no memory in its first lines."""
+    started: list[str] = []
+    threading.setprofile(lambda *_: started.append(threading.current_thread().name))
+    try:
+        with limited_memory():
+            updater_of(lambda _: 0.0).update()
+    finally:
+        threading.setprofile(None)
+    assert not [each for each in started if each.startswith("lockstep")]
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("driver", "is_repeatable"), [(None, False), ("gelsy", False), ("gels", True), ("gelsd", True)]
+)
+def test_least_squares_by_a_driver_that_is_not_repeatable(
+    driver: str | None, is_repeatable: bool, num_devices: int
+) -> None:
+    def solve(_: torch.Tensor) -> float:
+        torch.linalg.lstsq(torch.eye(3), torch.ones(3, 1), driver=driver)
+        return 0.0
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updater = updater_of(solve, devices=num_devices)
+        updater.update()
+        updater.update()
+    found = [str(each.message) for each in caught if each.category is ls.DeterminismWarning]
+    assert len(found) == (0 if is_repeatable else 1)
+    assert all("driver='gelsd'" in each for each in found)
 
 
 def test_an_optimizer_that_reads_the_clock() -> None:

@@ -14,12 +14,33 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.errors import DeterminismWarning
-from lockstep.replicas import FreshMemory, ThreadSettings, Worker, inherited
+from lockstep.errors import DeterminismWarning, is_memory_error
+from lockstep.replicas import FreshMemory, ThreadSettings, Worker, inherited, is_memory_limited
 from lockstep.updaters.detectors import defining_modules
 
 LIBRARIES: Final = frozenset({"torch", "lockstep", "builtins"})
 """Packages whose caches hold nothing of a shard."""
+
+UNREPEATABLE: Final = frozenset({None, "gelsy"})
+"""Drivers of `torch.linalg.lstsq` on CPUs that start with pivots from memory that torch has not set. No other kernel of
+CPUs gives other bits in every call without being known to `torch.use_deterministic_algorithms`."""
+
+
+class _Watch(FreshMemory):
+    """Fills fresh memory, and warns of the function that is known to be not repeatable."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        made = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.linalg.lstsq and made.solution.is_cpu and (kwargs or {}).get("driver") in UNREPEATABLE:
+            warnings.warn(
+                "`torch.linalg.lstsq` with the driver 'gelsy', which is the default on CPUs, gives other bits in every "
+                "call. The determinism guarantee does not cover it. Pass driver='gels' for matrices of full rank, or "
+                "driver='gelsd'.",
+                DeterminismWarning,
+                stacklevel=2,
+            )
+        return made
 
 
 def run_as_elsewhere(
@@ -31,16 +52,21 @@ def run_as_elsewhere(
         work: The function to call.
         users: Functions and objects of the user. Cached functions of the modules that define them are called anew.
         device: The device that the work uses.
-        in_thread: Whether to run it in a new thread, under the settings of this one.
+        in_thread: Whether to run it in a new thread, under the settings of this one. Where the memory of the process is
+            limited it runs in this thread all the same: Python waits forever for a thread that gets no memory in its
+            first lines.
     """
     accelerators = [] if device.type == "cpu" else [device]
     settings = ThreadSettings.capture([device.type], accelerators, training=True)
 
     def run() -> None:
         try:
-            with inherited(settings), FreshMemory(), _without_caches(users):
+            with inherited(settings), _Watch(), _without_caches(users):
                 work()
         except Exception as error:  # noqa: BLE001 - the first computation has raised none, so the update goes on
+            # The second computation needs more memory than the first, whose results are still there.
+            if is_memory_error(error):
+                return
             warnings.warn(
                 f"A shard was computed once more, {'in another thread, ' if in_thread else ''}without cached results "
                 f"and with other numbers in memory that is not initialised, and raised {type(error).__name__}: "
@@ -49,7 +75,7 @@ def run_as_elsewhere(
                 stacklevel=2,
             )
 
-    if not in_thread or settings.kept:
+    if not in_thread or settings.kept or is_memory_limited():
         run()
         return
     worker = Worker(f"lockstep-0-{device}")
