@@ -5,6 +5,8 @@ from lockstep.communicators.communicator import (
     Contribution as Contribution,
     OnMismatch as OnMismatch,
     PendingSum as PendingSum,
+    SumAudit as SumAudit,
+    SumFault as SumFault,
 )
 from lockstep.communicators.comparison import (
     Difference as Difference,

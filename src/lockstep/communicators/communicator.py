@@ -6,7 +6,7 @@ A rank is the index of a process, in 0..`size`-1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
+from lockstep.digest import checksum
 from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.tree import PartialSum, Tensors
@@ -57,6 +58,46 @@ class Contribution:
             shards.append(partial.shard)
             present.append(mask)
         return cls(tuple(shards), tuple(present), sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class SumFault:
+    """What is wrong in a sum over ranks.
+
+    Attributes:
+        rank: The rank that is wrong: the one that sent a damaged term, added wrongly, or holds a damaged sum.
+        text: A clause that says so.
+    """
+
+    rank: int
+    text: str
+
+
+class SumAudit:
+    """What sums that are computed twice are compared with. Create it as soon as the partial sums are computed.
+
+    Args:
+        partials: The partial sums of this rank, of all of these sums.
+
+    Attributes:
+        fault: What was wrong, the same on every rank; None if nothing was.
+    """
+
+    def __init__(self, partials: Sequence[PartialSum]) -> None:
+        self._before = {id(each): checksum(each) for each in _dense(partials)}
+        self.fault: SumFault | None = None
+
+    def has_changed(self, partials: Sequence[PartialSum]) -> bool:
+        """Return whether bits have changed since then.
+
+        Args:
+            partials: Some of the partial sums.
+        """
+        return any(checksum(each) != self._before[id(each)] for each in _dense(partials))
+
+
+def _dense(partials: Sequence[PartialSum]) -> Iterator[torch.Tensor]:
+    return (each for part in partials for each in part.tensors if each is not None and not each.is_sparse)
 
 
 class PendingSum(ABC):
@@ -208,6 +249,7 @@ class Communicator(ABC):
         *,
         divisor: float = 1.0,
         compress: bool = True,
+        audit: SumAudit | None = None,
     ) -> Tensors:
         """Sum the partial sums of all ranks in the order of the tree, and divide once.
 
@@ -220,6 +262,8 @@ class Communicator(ABC):
             divisor: The number by which the sums are divided, unless it is 1.
             compress: Whether numbers may be rounded when they are sent, if the communicator was created with
                 compression.
+            audit: Computes the sum a second time and finds what is wrong where both differ, unless numbers are rounded
+                or sparse; None to sum once.
 
         Returns:
             P sums; None for a tensor that no rank has.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum
+from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum, SumAudit
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
@@ -61,6 +61,7 @@ class LocalCommunicator(Communicator):
         *,
         divisor: float = 1.0,
         compress: bool = True,  # noqa: ARG002 - nothing is sent
+        audit: SumAudit | None = None,  # noqa: ARG002 - as above
     ) -> Tensors:
         """Sum the partial sums of this process; see `Communicator.sum_partials`."""
         summed: Tensors = total(partials) if partials else [None] * len(like)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum
+from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum, SumAudit
 from lockstep.communicators.comparison import check_same
 from lockstep.communicators.environment import read_environment, timeout_for
 from lockstep.communicators.failures import Watch, end_with_agent, watch_group
@@ -24,6 +25,7 @@ from lockstep.communicators.sums import (
     SmallSum,
     SumPlan,
     WireFormat,
+    audited_sum,
     plan_sum,
     split_sparse,
     sum_sparse,
@@ -40,6 +42,8 @@ from lockstep.communicators.transport import (
 )
 from lockstep.tree import PartialSum, Tensors, divide
 
+AUDITED_SIZES: Final = PlanSizes(direct=sys.maxsize)
+"""The sizes of an audited sum, of which all pieces are sent together."""
 EARLY_SLICE_DIVISOR: Final = 4
 """How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
 
@@ -139,10 +143,15 @@ class ProcessCommunicator(Communicator):
         *,
         divisor: float = 1.0,
         compress: bool = True,
+        audit: SumAudit | None = None,
     ) -> Tensors:
         """Sum partial sums over ranks; see `Communicator.sum_partials`."""
         wire = self._wire if compress else EXACT
         dense, sparse = split_sparse(contributions)
+        if audit is not None and wire is EXACT and not sparse:
+            # Never by the transport, which tells nothing of the terms that it adds.
+            plan = self._plan(dense, like, AUDITED_SIZES, None)
+            return divide(audited_sum(audit, self._channel, plan, partials, like), divisor)
         # The choice depends only on what all ranks know, so all of them sum in the same way.
         plan = self._plan(dense, like, self._sizes, wire)
         if plan.body_bytes and wire is EXACT and not sparse:
@@ -172,9 +181,13 @@ class ProcessCommunicator(Communicator):
         return OrderedSum(self._channel, plan, like, divisor=divisor, wire=self._wire, background=background)
 
     def _plan(
-        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], sizes: PlanSizes, wire: WireFormat
+        self,
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        sizes: PlanSizes,
+        wire: WireFormat | None,
     ) -> SumPlan:
-        """Plan a sum, and connect its devices while all ranks are here."""
+        """Plan a sum, and connect its devices while all ranks are here; the transport adds in the exact format only."""
         for device in {tensor.device for tensor in like} - self._connected:
             # All ranks are here, which need not be so in the exchanges of the sum.
             self._channel.connect(device)

@@ -1,5 +1,6 @@
 """Sums of tensors over ranks in the order of the tree."""
 
+from lockstep.communicators.sums.audit import audited_sum as audited_sum
 from lockstep.communicators.sums.ordered_sum import OrderedSum as OrderedSum
 from lockstep.communicators.sums.planning import (
     PlanSizes as PlanSizes,

@@ -11,6 +11,7 @@ import torch
 from lockstep.communicators.sums.planning import Bucket, Segment
 from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, PeerTensor, PostedWork, begin_all_reduce, unpack
+from lockstep.digest import checksum
 from lockstep.tree import divide
 
 TERMS_TAG: Final = 1
@@ -37,6 +38,7 @@ class SumContext:
         wire: The format of terms.
         wire_back: The format of sums.
         divisor: The number by which the sums are divided, unless it is 1.
+        added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
     """
 
     channel: Channel
@@ -46,6 +48,7 @@ class SumContext:
     wire: WireFormat
     wire_back: WireFormat
     divisor: float
+    added: dict[Segment, list[int]] | None = None
 
 
 class BucketTransfer:
@@ -130,7 +133,7 @@ class BucketTransfer:
         for segment, flat in self._unplaced:
             if segment.owner is None:
                 divide([flat], self._context.divisor)
-            unpack(flat, _views(segment, self._context.results))
+            unpack(flat, flat_views(segment, self._context.results))
         self._unplaced.clear()
 
     def _sum_receives(self) -> list[PeerTensor]:
@@ -146,7 +149,7 @@ class BucketTransfer:
 
     def _send_term(self, segment: Segment, node: int, sends: list[PeerTensor]) -> None:
         """Add the term of a node of this rank to what is sent to the rank that sums the segment."""
-        pieces = _views(segment, self._context.terms[node])
+        pieces = flat_views(segment, self._context.terms[node])
         term = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if segment.owner is None:
             self._posted_terms.incoming += begin_all_reduce(self._context.channel, [term])
@@ -162,7 +165,7 @@ class BucketTransfer:
 
     def _target(self, segment: Segment) -> torch.Tensor:
         """Return the memory in which the sum of a segment is computed or received."""
-        pieces = _views(segment, self._context.results)
+        pieces = flat_views(segment, self._context.results)
         if len(pieces) == 1:
             return pieces[0]
         target = self._new(segment)
@@ -172,6 +175,8 @@ class BucketTransfer:
     def _sum(self, segment: Segment, target: torch.Tensor) -> None:
         """Sum the terms of a segment in the order of the tree."""
         terms = self._terms.pop(segment)
+        if self._context.added is not None:
+            self._context.added[segment] = list(map(checksum, terms))
         for into, other in segment.additions[:-1]:
             terms[into].add_(terms[other])
         if segment.additions:
@@ -186,7 +191,7 @@ class BucketTransfer:
         return self._context.results[segment.pieces[0].tensor].new_empty(segment.size)
 
 
-def _views(segment: Segment, flats: FlatTensors) -> list[torch.Tensor]:
+def flat_views(segment: Segment, flats: FlatTensors) -> list[torch.Tensor]:
     """Return views of the elements of a segment, one per piece."""
     return [
         flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop]

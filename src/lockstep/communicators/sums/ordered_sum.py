@@ -11,7 +11,7 @@ import torch
 
 from lockstep.communicators.communicator import PendingSum, check_complete, check_term
 from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
-from lockstep.communicators.sums.planning import SumPlan
+from lockstep.communicators.sums.planning import Segment, SumPlan
 from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.tree import Tensors
@@ -33,6 +33,7 @@ class OrderedSum(PendingSum):
         wire: The format of messages; small sums are sent back exactly.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does the work that is left.
+        added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class OrderedSum(PendingSum):
         divisor: float,
         wire: WireFormat,
         background: bool = False,
+        added: dict[Segment, list[int]] | None = None,
     ) -> None:
         self._channel = channel
         self._like = like
@@ -60,7 +62,7 @@ class OrderedSum(PendingSum):
             self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         # Rounded once more only where that saves time.
         wire_back = EXACT if plan.is_small else wire
-        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor)
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor, added)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
         self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
         self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)

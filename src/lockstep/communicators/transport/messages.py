@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from typing import Final
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from lockstep.communicators.transport.channel import PAIR_SIZE, Channel, spin_wait
+from lockstep.errors import FaultError
 
 SHORT_MESSAGE: Final = 4096
 """Bytes. A message up to this length is sent at once, a longer one after all ranks know the longest length."""
-LENGTH_PREFIX: Final = 8
-"""Bytes before each message, which hold its length."""
+CHECKSUM: Final = 4
+"""Bytes before each message that hold the CRC-32 of it."""
+LENGTH_PREFIX: Final = 8 + CHECKSUM
+"""Bytes before each message, which hold its length and its checksum."""
 ROW_ALIGNMENT: Final = 64
 """Bytes. Messages and bodies begin at multiples of this, so that tensors in a body can be used in place."""
 
@@ -48,11 +52,23 @@ class MessageTable:
         self._buffer[start : start + min(len(message), self._message_bytes)] = message[: self._message_bytes]
 
     def read(self, rank: int) -> tuple[int, bytes]:
-        """Return the length of the message of a rank, and as much of the message as has arrived."""
+        """Return the length of the message of a rank, and as much of the message as has arrived.
+
+        Raises:
+            FaultError: If the message is whole, and its checksum is not that of the rank that has sent it.
+        """
         start = rank * self._width
         first = start + LENGTH_PREFIX
-        length = int.from_bytes(self._buffer[start:first], "little")
-        return length, bytes(self._buffer[first : first + min(length, self._message_bytes - LENGTH_PREFIX)])
+        length = int.from_bytes(self._buffer[start : first - CHECKSUM], "little")
+        message = bytes(self._buffer[first : first + min(length, self._message_bytes - LENGTH_PREFIX)])
+        sent = int.from_bytes(self._buffer[first - CHECKSUM : first], "little")
+        if len(message) == length and crc32(message) != sent:
+            raise FaultError(
+                f"A message of rank {rank} was damaged on its way: its checksum differs. The memory of a machine or "
+                "the network between them is faulty. Nothing of the update was applied. Continue from a snapshot.",
+                rank=rank,
+            )
+        return length, message
 
 
 def exchange(channel: Channel, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
@@ -66,7 +82,8 @@ def exchange(channel: Channel, payload: bytes, table: MessageTable | None = None
         table: The table whose bodies are sent as well: this rank's to the others, and theirs to this one. It must
             have the same size on every rank. None to send no body.
     """
-    framed = len(payload).to_bytes(LENGTH_PREFIX, "little") + payload
+    framed = len(payload).to_bytes(LENGTH_PREFIX - CHECKSUM, "little") + crc32(payload).to_bytes(CHECKSUM, "little")
+    framed += payload
     heads = _exchange_once(channel, framed, MessageTable(channel.size) if table is None else table)
     longest = max(length for length, _ in heads)
     # Every rank has received the same lengths, so all of them take part in a second exchange or none does.

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 
+from lockstep.communicators import SumFault
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError
 from lockstep.integers import check_integer
@@ -346,28 +347,54 @@ class Auditor:
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
         return Audit(shard, place, other, spares[turn % len(spares)], rank)
 
-    def must_repeat(self, finding: Finding, update: int, computation: int, devices: Any) -> bool:
+    def must_repeat(self, finding: Finding, at: tuple[int, int], devices: Any) -> bool:
         """Raise, warn or log if an audit has found a difference; return whether the attempt is made once more.
 
         Args:
             finding: What was found.
-            update: The number of updates that are done.
-            computation: The number of gradients that the update has computed before.
+            at: The number of updates that are done, and that of the gradients that this one has computed before.
             devices: The devices of this process.
 
         Raises:
             FaultError: If a place is wrong.
         """
+        update, _ = at
         if self._every is None or not finding.is_repeatable:
             self.has_warned = True
             warnings.warn(f"{finding.text(update, devices)} {finding.cause()}", DeterminismWarning, stacklevel=2)
             return False
         error = finding.error(update, devices)
-        if self._on_fault == "raise" or not finding.wrong or self._repeated == (update, computation):
+        if not finding.wrong:
             raise error
+        return self._repeats(error, finding.text(update, devices), at)
+
+    def must_repeat_sum(self, at: tuple[int, int], fault: SumFault) -> bool:
+        """Raise or log that a sum over ranks was wrong; return whether the attempt is made once more.
+
+        Args:
+            at: As for `must_repeat`.
+            fault: What is wrong.
+
+        Raises:
+            FaultError: If the update is not repeated.
+        """
+        update, _ = at
+        text = f"In update {update} (counted from 0) a sum over the ranks was computed twice, and {fault.text}."
+        error = FaultError(
+            f"{text} The memory of a machine or the network between them is faulty. Nothing of the update was applied. "
+            "Continue from this state or from a snapshot without that rank; a fault that passes is repeated with "
+            "on_fault='repeat'.",
+            update=update,
+            rank=fault.rank,
+        )
+        return self._repeats(error, text, at)
+
+    def _repeats(self, error: FaultError, text: str, at: tuple[int, int]) -> bool:
         # A place that is wrong twice in one update is not used any further.
-        self._repeated = update, computation
-        LOG.warning("%s The update is repeated.", finding.text(update, devices))
+        if self._on_fault == "raise" or self._repeated == at:
+            raise error
+        self._repeated = at
+        LOG.warning("%s The update is repeated.", text)
         return True
 
     def warn_of_outputs(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lockstep.communicators import Communicator, Contribution
+from lockstep.communicators import Communicator, Contribution, SumAudit
 from lockstep.digest import fingerprint
 from lockstep.replicas import EXTREMES, BufferRef, BufferSum, as_real, merged_firsts, move_partials, rule_error
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -75,7 +75,11 @@ class RankBuffers:
 
 
 def sum_buffers(
-    communicator: Communicator, own: RankBuffers, reports: Sequence[RankReport], buffer_refs: Sequence[BufferRef]
+    communicator: Communicator,
+    own: RankBuffers,
+    reports: Sequence[RankReport],
+    buffer_refs: Sequence[BufferRef],
+    audit: SumAudit | None,
 ) -> BufferSum:
     """Sum buffers over ranks; a buffer that is set once is taken from the first rank that has a value for it.
 
@@ -84,6 +88,7 @@ def sum_buffers(
         own: The buffers of this rank.
         reports: The reports of all ranks.
         buffer_refs: References to the model's buffers.
+        audit: What the sums are compared with; None if they are computed once.
 
     Raises:
         ValueError: On every rank, if shards of several ranks changed a buffer that has no mean to different values.
@@ -102,7 +107,8 @@ def sum_buffers(
         partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
     like = [buffer for ref in buffer_refs if (buffer := ref.get()) is not None]
     # Never compressed: buffers are state, and a rounding would stay in them.
-    summed = communicator.sum_partials(own.partials, contributions, [*map(as_real, like), *like], compress=False)
+    like = [*map(as_real, like), *like]
+    summed = communicator.sum_partials(own.partials, contributions, like, compress=False, audit=audit)
     firsts = summed[count:]
     if any(ref.rule in EXTREMES for ref in buffer_refs):
         # Only a few buffers have such a rule, and a sum cannot carry them.

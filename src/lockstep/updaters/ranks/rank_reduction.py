@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.communicators import Communicator
+from lockstep.communicators import Communicator, SumAudit, SumFault
 from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt import Attempt, Described, Exchange
 from lockstep.updaters.compute import ShardAssignment, workloads_of
@@ -106,6 +106,7 @@ class RankReduction:
         buffer_refs: Sequence[BufferRef],
         compares_buffers: bool,
         refuted: Callable[[Sequence[Sequence[str | None]], Exchange], bool],
+        damaged: Callable[[SumFault], bool],
     ) -> None:
         """Exchange reports, and sum what the devices of all ranks have computed.
 
@@ -117,6 +118,7 @@ class RankReduction:
             buffer_refs: References to the model's buffers.
             compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
             refuted: Whether an audit has found a wrong result, given what the ranks have computed for it.
+            damaged: Raises if a sum was wrong, or returns whether the attempt is to be made once more.
 
         Raises:
             PeerError: If a rank failed.
@@ -127,6 +129,7 @@ class RankReduction:
         devices, share = attempt.device_tasks, attempt.share
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
         buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
+        audit = None if attempt.audit is None else SumAudit([*self._sum.partials, *buffers.partials])
         shards: list[ShardReport] = []
         buffer_weight = 0
         for device in devices:
@@ -146,20 +149,24 @@ class RankReduction:
         plain_reports = self.coordinator.exchange_reports(position, self._batches, report.to_plain(), repeat=repeat)
         reports = [RankReport.from_plain(each) for each in plain_reports or ()]
         audited = [report.audited for report in reports if report.audited is not None]
-        # All ranks have the same reports, so that all of them compute the shard again or none does.
-        is_refuted = bool(audited) and len(audited) == len(reports) and refuted(audited, self._communicator.exchange)
+        # All ranks have the same reports, so that all of them compute the shard and the sums again or none does.
+        if not reports or len(audited) < len(reports):
+            audit = None
+        is_refuted = audit is not None and refuted(audited, self._communicator.exchange)
         attempt.complete = plain_reports is not None and not is_refuted
         if attempt.complete:
-            self._add_up(attempt, reports)
+            self._add_up(attempt, reports, audit)
             attempt.buffer_sums = (
-                [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
+                [sum_buffers(self._communicator, buffers, reports, buffer_refs, audit)] if buffer_refs else []
             )
+            if audit is not None and audit.fault is not None:
+                attempt.complete = not damaged(audit.fault)
             if attempt.gradient_context.carried is not None:
                 attempt.carried = attempt.gradient_context.carried.merged(self._communicator.gather_objects)
         # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
         self.coordinator.end_exchange()
 
-    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport]) -> None:
+    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], audit: SumAudit | None) -> None:
         """Store what all ranks have computed in the attempt."""
         attempt.reports, attempt.buffer_weight = [], 0
         contributions, steady = [], self._update_assignment(reports) and attempt.may_send_early
@@ -169,7 +176,7 @@ class RankReduction:
             attempt.buffer_weight += report.buffer_weight
             contributions.append(report.gradients)
         # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
-        attempt.gradients = self._sum.sum(tuple(contributions), steady=steady)
+        attempt.gradients = self._sum.sum(tuple(contributions), steady=steady, audit=audit)
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         """Adopt the speeds that all ranks have measured; return whether sums of single devices stay where they are."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.communicators import Communicator, Contribution, PendingSum, SmallSum
+from lockstep.communicators import Communicator, Contribution, PendingSum, SmallSum, SumAudit
 from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import EarlySend, RankShare
@@ -75,6 +75,7 @@ class RankSum:
     Attributes:
         must_repeat: Whether all ranks must compute their shares again, because some were sent early in vain; as of the
             last exchange.
+        partials: What this rank has announced and not summed yet.
     """
 
     def __init__(self, communicator: Communicator, *, one_machine: bool) -> None:
@@ -83,7 +84,7 @@ class RankSum:
         self._small = SmallSum(communicator.rank, communicator.size)
         self._like: Sequence[torch.Tensor] = ()
         self._key: str | None = None
-        self._partials: list[PartialSum] = []
+        self.partials: list[PartialSum] = []
         self._last: Prediction | None = None
         self._repeats = 0
         self._repeats_needed = REPEATS_BEFORE_PREDICTION
@@ -123,11 +124,11 @@ class RankSum:
         """
         if self._early_send is not None and self._early_send.has_begun:
             # The partial sums have been sent already, or were spoiled on the way and will be computed again.
-            self._partials = []
+            self.partials = []
             return self._early_send.announced
-        self._partials = merge_devices(devices, share, self._like[0].device)
-        contribution = Contribution.of(self._partials)
-        self._small.pack(self._partials, contribution, self._like)
+        self.partials = merge_devices(devices, share, self._like[0].device)
+        contribution = Contribution.of(self.partials)
+        self._small.pack(self.partials, contribution, self._like)
         return contribution
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -171,27 +172,28 @@ class RankSum:
         pending.abandon()
         return SPOILED if send is not None and send.has_begun else KEPT
 
-    def sum(self, contributions: tuple[Contribution, ...], *, steady: bool) -> Tensors:
+    def sum(self, contributions: tuple[Contribution, ...], *, steady: bool, audit: SumAudit | None = None) -> Tensors:
         """Return the sum over ranks, one entry per parameter; None where no rank has a gradient.
 
         Args:
             contributions: What every rank has announced.
             steady: Whether shards stay where they are and ranks are not being timed, so that the next sum is likely to
                 equal this one in form, and early sending disturbs nothing.
+            audit: What the sum is compared with, on all ranks; None to compute it once.
         """
-        partials, self._partials = self._partials, []
+        partials, self.partials = self.partials, []
         found, self._summed = self._summed, None
         is_small = False
         if self._was_wrong:
             self._repeats_needed = min(2 * self._repeats_needed, MAX_REPEATS)
             self._was_wrong = False
         # Every rank takes the same way here, because each condition depends only on what was sent to all.
-        if found is None:
+        if found is None and audit is None:
             found = self._small.add_up(partials, contributions, self._like)
             is_small = found is not None
         if found is None:
             self._small.grow(contributions, self._like, limit=self._limit)
-            found = self._communicator.sum_partials(partials, contributions, self._like)
+            found = self._communicator.sum_partials(partials, contributions, self._like, audit=audit)
         # Sending what fits into the message early would gain nothing.
         known = None if self._key is None or is_small else Prediction(self._key, contributions, self._like)
         self._predict(known, steady=steady)

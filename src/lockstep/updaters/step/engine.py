@@ -479,6 +479,7 @@ class GradientEngine:
                 buffer_refs=prepared.buffer_refs,
                 compares_buffers=attempt.gradient_context.is_first,
                 refuted=partial(self._is_refuted, attempt),
+                damaged=partial(self.auditor.must_repeat_sum, (self.training.iteration, request.computation)),
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -513,10 +514,8 @@ class GradientEngine:
     ) -> bool:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
         finding = None if attempt.audit is None else attempt.audit.finding(reports, exchange)
-        if finding is None:
-            return False
-        update, computation = self.training.iteration, attempt.request.computation
-        return self.auditor.must_repeat(finding, update, computation, self.replicas.devices)
+        at = self.training.iteration, attempt.request.computation
+        return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.

@@ -1,0 +1,206 @@
+"""Damage to a term, a message or a sum between ranks is found in the audited update, with the rank."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep as ls
+from lockstep.communicators import process
+from lockstep.communicators.sums import PlanSizes, bucket
+from lockstep.communicators.transport import Channel
+from lockstep.updaters.ranks import rank_reduction, rank_sum
+from tests.updaters.attempt.test_audit import digest_of, run, updater_of
+
+Call = Callable[..., Any]
+KINDS = ["term", "buffer", "sent term", "sum", "sent sum"]
+
+
+def flip(tensor: torch.Tensor, element: int) -> None:
+    tensor.view(-1)[element % tensor.numel()].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+def zero(tensor: torch.Tensor, element: int) -> None:
+    start = element % max(1, tensor.numel() - 1000)
+    tensor.view(-1)[start : start + 1000] += 1.0
+    tensor.view(-1)[start : start + 1000] *= 0.0
+
+
+class Once:
+    """Damages the first tensor that is given to it."""
+
+    def __init__(self, harm: Callable[[torch.Tensor, int], None], element: int) -> None:
+        self.harm, self.element, self.done = harm, element, False
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if not self.done and tensor.dtype == torch.float32 and tensor.count_nonzero():
+            self.done = True
+            with torch.no_grad():
+                self.harm(tensor, self.element)
+
+
+@contextmanager
+def faulty(kind: str, once: Once) -> Iterator[None]:
+    """Damage something of this rank once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "term":
+
+            def summed(original: Call, self: Any, *args: Any, **options: Any) -> Any:
+                once(self.partials[0].tensors[0])
+                return original(self, *args, **options)
+
+            patch.setattr(rank_sum.RankSum, "sum", wrapped(rank_sum.RankSum.sum, summed))
+        elif kind == "buffer":
+
+            def buffers(original: Call, communicator: Any, own: Any, *args: Any) -> Any:
+                once(own.partials[0].tensors[0])
+                return original(communicator, own, *args)
+
+            patch.setattr(rank_reduction, "sum_buffers", wrapped(rank_reduction.sum_buffers, buffers))
+        elif kind == "sum":
+
+            def added(original: Call, self: Any, segment: Any, target: torch.Tensor) -> None:
+                original(self, segment, target)
+                once(target)
+
+            patch.setattr(bucket.BucketTransfer, "_sum", wrapped(bucket.BucketTransfer._sum, added))
+        else:
+            tag = bucket.TERMS_TAG if kind == "sent term" else bucket.SUMS_TAG
+
+            def post(original: Call, self: Any, sends: Sequence[Any], receives: Any, tag_: int) -> Any:
+                if tag_ == tag and not once.done:
+                    sends = [(tensor.clone(), rank) for tensor, rank in sends]
+                    for tensor, _ in sends:
+                        once(tensor)
+                return original(self, sends, receives, tag_)
+
+            patch.setattr(Channel, "post", wrapped(Channel.post, post))
+        yield
+
+
+def wrapped(original: Call, wrapper: Call) -> Call:
+    return lambda *args, **options: wrapper(original, *args, **options)
+
+
+def found_by(updater: ls.ParallelUpdater) -> tuple[Any, ...] | None:
+    try:
+        run(updater, 3)
+    except ls.FaultError as error:
+        return error.rank, error.update, updater.iteration, str(error)
+    finally:
+        updater.finalize()
+    return None
+
+
+def work(number: int, num_devices: int) -> list[Any]:
+    """Damage each kind of thing several times, and return what was to be found and what was found."""
+    communicator, generator = ls.find_communicator(), random.Random(number)  # noqa: S311 - the same on every rank
+    # Several slices, each with an owner of its own.
+    process.AUDITED_SIZES = PlanSizes(slice=2048, direct=sys.maxsize, whole=0)  # type: ignore[misc]
+    found = []
+    for _ in range(number):
+        kind, rank, update = generator.choice(KINDS), generator.randrange(communicator.size), generator.randrange(2)
+        once = Once(generator.choice([flip, zero]), generator.randrange(10**6))
+        updater = updater_of(num_devices, communicator=communicator, audit_every=1, num_shards=6)
+        run(updater, update)
+        if communicator.rank == rank:
+            with faulty(kind, once):
+                said = found_by(updater)
+        else:
+            said = found_by(updater)
+        done = any(communicator.gather_objects(once.done))
+        found.append([kind, rank, update, done, said])
+    return found
+
+
+def check(number: int, num_ranks: int, num_devices: int = 1) -> None:
+    every = ls.launch(partial(work, number, num_devices), num_processes=num_ranks)
+    damaged = [each for each in every[0] if each[3]]
+    assert {each[0] for each in damaged} == set(KINDS)
+    for rows in zip(*every, strict=True):
+        kind, rank, update, done, said = rows[0]
+        # A rank that owns nothing sends no sums, for example.
+        if not done:
+            assert said is None
+            continue
+        assert all(row[4] == said for row in rows), rows
+        assert said is not None, (kind, rank, update)
+        assert said[1:3] == (update, update)
+        # What a rank has sent as its sum is damaged where it arrives.
+        assert (said[0] == rank) == (kind != "sent sum"), (kind, rank, said)
+
+
+def test_damage_between_two_ranks_is_found_and_named() -> None:
+    check(25, 2)
+
+
+def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> None:
+    check(25, 3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_devices"), [(2, 1), (2, 2), (3, 1), (4, 1)])
+def test_a_thousand_faults(num_ranks: int, num_devices: int) -> None:
+    check(250, num_ranks, num_devices)
+
+
+def repeated() -> tuple[str, list[str]]:
+    """Repeat an update whose sum was damaged."""
+    communicator, said = ls.find_communicator(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lockstep").addHandler(handler)
+    updater = updater_of(1, communicator=communicator, audit_every=1, on_fault="repeat")
+    if communicator.rank == 1:
+        with faulty("sent term", Once(flip, 7)):
+            return digest_of(updater), said
+    return digest_of(updater), said
+
+
+def test_an_update_is_repeated_on_all_ranks() -> None:
+    alone = digest_of(updater_of(1, audit_every=0))
+    for digest, said in ls.launch(repeated, num_processes=2):
+        assert digest == alone
+        assert sum("rank 1" in each and "The update is repeated." in each for each in said) == 1
+
+
+def quiet() -> int:
+    """Train through clean audits."""
+    updater = updater_of(1, communicator=ls.find_communicator(), audit_every=1)
+    for _ in range(200):
+        assert updater.update().applied
+    updater.finalize()
+    return updater.iteration
+
+
+def test_clean_sums_raise_no_alarm() -> None:
+    assert ls.launch(quiet, num_processes=3) == [200] * 3
+
+
+def damaged_message() -> int | None:
+    """Damage one byte of a control message of rank 1."""
+    communicator = ls.find_communicator()
+    with pytest.MonkeyPatch.context() as patch:
+        if communicator.rank == 1:
+            patch.setattr(ls.communicators.MessageTable, "write", wrapped(ls.communicators.MessageTable.write, changed))
+        try:
+            communicator.exchange(b"what was sent")
+        except ls.FaultError as error:
+            return error.rank
+    return None
+
+
+def changed(original: Call, self: Any, rank: int, message: bytes) -> None:
+    original(self, rank, message[:-1] + b"T")
+
+
+def test_a_damaged_message_is_found() -> None:
+    assert ls.launch(damaged_message, num_processes=2) == [1, 1]
