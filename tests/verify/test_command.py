@@ -80,7 +80,11 @@ while True:
 def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(NOT_TRAINED, encoding="utf-8")
-    assert run_verify("--json", "--updates", "2", "--only", "one-shard", str(script)) == 0
+    page = tmp_path / "page.html"
+    assert run_verify("--json", "--html", str(page), "--updates", "2", "--only", "one-shard", str(script)) == 0
+    shown = page.read_text(encoding="utf-8")
+    assert "1 of 1 ways agree with the first one" in shown
+    assert "<p>1 parameters (a.weight) get a gradient, and no update changes them.</p>" in shown
     assert json.loads(capsys.readouterr().out)["findings"] == [
         "2 parameters (b.weight, b.bias) require a gradient, and no optimizer holds them.",
         "2 parameters (c.weight, c.bias) are held by an optimizer, and get no gradient in these updates.",
@@ -91,8 +95,10 @@ def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytes
 def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')", encoding="utf-8")
-    assert run_verify("--only", "later", str(script)) == 1
+    page = tmp_path / "page.html"
+    assert run_verify("--only", "later", "--html", str(page), str(script)) == 1
     assert "The script could not be run on one device: ValueError: no data" in capsys.readouterr().out
+    assert "ValueError: no data" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

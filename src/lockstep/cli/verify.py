@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.subparsers import Subparsers
+from lockstep.errors import SideFileError
+from lockstep.html_report import render_checks, table
+from lockstep.side_files import SideFile
 from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
 
 DESCRIPTION = """
@@ -35,6 +38,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="WAY", help=f"a way to run, of {NAMES}")
     parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="a way to leave out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file to write the result to as an HTML page")
     parser.add_argument("--folder", type=Path, help="folder to keep records and output in (default: none are kept)")
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -59,22 +63,44 @@ def _call(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(f"{json.dumps(_as_json(report), indent=1)}\n")
     else:
-        show(_table(report))
+        show(_text(report))
+    if options.html is not None:
+        path = options.html.resolve()
+        content = _page(" ".join([str(options.script), *options.arguments]), report)
+        try:
+            SideFile(path.parent, path.name, required=True).replace(content.encode(errors="backslashreplace"))
+        except SideFileError as error:
+            sys.stderr.write(f"lockstep verify: {error}\n")
+            return 1
     return 0 if report.passed else 1
 
 
-def _table(report: Report) -> str:
+def _text(report: Report) -> str:
     if report.error:
         return report.error
     width = max(len(row.way.name) for row in report.rows)
     lines = [f"{row.way.name:{width}}  {row.status:8} {_about(row)}" for row in report.rows]
-    causes = dict.fromkeys(row.cause.describe() for row in report.rows if row.cause is not None)
-    lines += ["", *causes] if causes else []
+    lines += ["", *causes] if (causes := _causes(report)) else []
     lines += ["", *report.findings] if report.findings else []
+    return "\n".join(["", *lines, "", _result(report)])
+
+
+def _page(command: str, report: Report) -> str:
+    cells: list[list[object]] = [[row.way.name, row.status, row.updates or "", _about(row)] for row in report.rows]
+    header = ["way", "result", "updates", "what differs"]
+    tables = [table(header, cells, caption="Each way, compared with the first one")] if cells else []
+    notes = [*_causes(report), *report.findings]
+    return render_checks(f"lockstep verify {command}", report.passed, report.error or _result(report), tables, notes)
+
+
+def _causes(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.cause.describe() for row in report.rows if row.cause is not None))
+
+
+def _result(report: Report) -> str:
     equal = sum(row.status == "equal" for row in report.rows)
     run = sum(row.status != "skipped" for row in report.rows)
-    end = f"{equal} of {run} ways agree with the first one, {report.seconds:.0f} s."
-    return "\n".join(["", *lines, "", end])
+    return f"{equal} of {run} ways agree with the first one, {report.seconds:.0f} s."
 
 
 def _about(row: Row) -> str:

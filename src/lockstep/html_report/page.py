@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import resources
@@ -50,18 +50,48 @@ def render(run: RunData, other: RunData | None = None) -> str:
         run, other = runs = [replace(each, name=str(each.path)) for each in runs]
     charts = choose_charts(runs)
     comparison, first = (Markup(), None) if other is None else _comparison(run, other)
-    assets = resources.files("lockstep.html_report").joinpath("assets")
-    page, style, script = (assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    folders = " and ".join(str(run.path) for run in runs)
+    header = [_written(f"{folders}, read"), *(_figures(each, runs) for each in runs), comparison]
     title = " and ".join(each.name for each in runs)
-    figures = (_figures(each, runs) for each in runs)
-    return Template(page).substitute(
+    return page(title, header, _sections(runs, charts), {"runs": charts.runs, "first": first})
+
+
+def render_checks(subject: str, passed: bool, result: str, tables: Sequence[Markup], notes: Sequence[str]) -> str:
+    """Return a page about what was checked.
+
+    Args:
+        subject: What was checked, such as the command that ran.
+        passed: Whether nothing was found.
+        result: The result in one sentence.
+        tables: What was checked, with the result of each.
+        notes: What else is to be said, in paragraphs.
+    """
+    kind = "equal" if passed else "different"
+    banner = element("section", element("p", element("strong", result)), class_=f"banner {kind}", aria_label="Result")
+    paragraphs = (element("p", note) for note in notes)
+    main = [*tables, element("section", *paragraphs) if notes else Markup()]
+    return page(subject, [_written("Run"), banner], main, {"runs": [], "first": None})
+
+
+def page(title: str, header: Sequence[Markup], main: Sequence[Markup], data: Mapping[str, Any]) -> str:
+    """Return a page that opens without a network.
+
+    Args:
+        title: Its title.
+        header: What follows the title.
+        main: Its sections.
+        data: What the charts show.
+    """
+    assets = resources.files("lockstep.html_report").joinpath("assets")
+    text, style, script = (assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    return Template(text).substitute(
         # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
         title=joined(title),
         style=style,
-        header=element("header", element("h1", title), _origin(runs), *figures, comparison),
-        main=element("main", *_sections(runs, charts)),
-        data=script_data({"runs": charts.runs, "first": first}),
+        header=element("header", element("h1", title), *header),
+        main=element("main", *main),
+        data=script_data(data),
         script=script,
     )
 
@@ -70,10 +100,9 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _origin(runs: Sequence[RunData]) -> Markup:
-    folders = " and ".join(str(run.path) for run in runs)
+def _written(what: str) -> Markup:
     now = datetime.now(timezone.utc)
-    return element("p", f"{folders}, read on {now:%Y-%m-%d %H:%M} UTC by lockstep {__version__}", class_="quiet")
+    return element("p", f"{what} on {now:%Y-%m-%d %H:%M} UTC by lockstep {__version__}", class_="quiet")
 
 
 def _figures(run: RunData, runs: Sequence[RunData]) -> Markup:
