@@ -152,6 +152,38 @@ def test_a_thousand_faults(num_ranks: int, num_devices: int) -> None:
     check(250, num_ranks, num_devices)
 
 
+def states(number: int) -> list[Any]:
+    """Flip a bit of a weight or of a momentum of one rank, and return where it was and what was found."""
+    communicator, generator = ls.find_communicator(check_every=3), random.Random(number)  # noqa: S311 - as above
+    found = []
+    for _ in range(number):
+        rank, before, kind = generator.randrange(communicator.size), generator.randrange(1, 4), generator.randrange(2)
+        element = generator.randrange(10**6)
+        updater = updater_of(1, communicator=communicator, num_shards=6)
+        run(updater, before)
+        if communicator.rank == rank:
+            optimizer = updater.get_optimizer("main")
+            weight = optimizer.param_groups[0]["params"][0]
+            flip(weight.data if kind else optimizer.state[weight]["momentum_buffer"], element)
+        try:
+            run(updater, 3)
+        except ls.DisagreementError as error:
+            found.append([rank, before, error.rank, error.update])
+        else:
+            found.append([rank, before, None, None])
+        updater.finalize()
+    return found
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(250, marks=pytest.mark.slow)])
+def test_damaged_states_are_found_when_they_are_next_compared(number: int) -> None:
+    every = ls.launch(partial(states, number), num_processes=2)
+    for rank, before, named, update in every[0]:
+        assert named == 1, (rank, before)
+        assert before <= update <= before + 3
+    assert [row[2:] for row in every[1]] == [row[2:] for row in every[0]]
+
+
 def repeated() -> tuple[str, list[str]]:
     """Repeat an update whose sum was damaged."""
     communicator, said = ls.find_communicator(), list[str]()
