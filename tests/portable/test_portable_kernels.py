@@ -137,6 +137,8 @@ check(lambda x, y: x[::2, ::2] @ y[:, 50:150], (200, 300), (150, 200))
 check(lambda x, y, z: torch.addmm(z, x, y), (70, 80), (80, 90), (90,))
 check(lambda x, y: torch.bmm(x, y), (3, 70, 80), (3, 80, 90))
 check(lambda x: torch.linalg.cholesky(x @ x.mT + 200 * torch.eye(150, dtype=x.dtype)), (150, 150))
+one, other = torch.randn(900, 90), torch.randn(900, 80)
+assert torch.equal(one.t() @ other, one.t().contiguous() @ other)  # which matrix is copied changes no bit
 definite = torch.eye(150) * 200 + torch.ones(150, 150)
 assert torch.equal(torch.linalg.cholesky(definite), torch.linalg.cholesky(definite.double()).float())
 if hasattr(torch.ops.aten, "cholesky"):  # torch 2.15 has it no longer

@@ -28,6 +28,10 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: (M, K), (K, N) and (N,) give (M, N).
     """
+    # The kernel copies a first matrix that is stored by columns, as in the gradient of a weight: here the smaller one.
+    # Each element is added up in the same order either way, except where the other dimension is 1.
+    if bias is None and a.stride()[0] == 1 and a.shape[0] > b.shape[1] > 1:
+        return multiply(b.t(), a.t()).t().contiguous()
     weight = b.t()
     # Rows that overlap, such as those of an expanded gradient, are no matrix for oneDNN.
     if not _is_matrix(a):
