@@ -178,6 +178,20 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
         assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_hook_that_returns_something_else_is_refused_before_anything_has_moved(devices: int) -> None:
+    updater = updater_for(WIDE, Placement(devices))
+    with finalized(updater):
+        handle = updater.get_optimizer("main").register_step_pre_hook(lambda *_: "something else")
+        before = ls.digest(updater.get_all_models()["main"])
+        with pytest.raises(RuntimeError, match="must return None or"):
+            updater.update()
+        assert ls.digest(updater.get_all_models()["main"]) == before
+        handle.remove()
+        updater.get_optimizer("main").register_step_pre_hook(lambda _, args, kwargs: (args, kwargs))
+        assert updater.update().applied
+
+
 @pytest.mark.usefixtures("patiently")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "place"), [(1, 0), (2, 0), (2, 1)])

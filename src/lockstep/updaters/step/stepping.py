@@ -192,7 +192,12 @@ def step_in_parts(
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
     for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
-        hook(optimizer, args, kwargs)
+        result = hook(optimizer, args, kwargs)
+        if result is not None and result != (args, kwargs):
+            raise RuntimeError(
+                "A step pre-hook must return None or the arguments that it has received, because the step of an updater "
+                f"has no others, got {result!r}."
+            )
     # Views are created after the pre-hooks, which may change options such as the learning rate.
     move(_view_stepper if type(optimizer) in PER_PARAMETER else _own_stepper)
     for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
