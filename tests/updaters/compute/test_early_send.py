@@ -77,7 +77,7 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
-def disturbed(what: str, **options: Any) -> dict[str, Any]:
+def disturbed(what: str, num_devices: int = 1, **options: Any) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = RankSum.exchange
@@ -96,7 +96,7 @@ def disturbed(what: str, **options: Any) -> dict[str, Any]:
         ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model,
-        devices=["cpu"],
+        devices=["cpu"] * num_devices,
         num_shards=8,
         loss_fn=loss_fn,
         loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
@@ -120,6 +120,7 @@ def all_of_them() -> dict[str, dict[str, Any]]:
     return {
         "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
         **{what: disturbed(what) for what in WHATS},
+        **{f"{what}, on two devices": disturbed(what, 2) for what in WHATS},
     }
 
 
@@ -133,7 +134,10 @@ def alone() -> dict[str, dict[str, Any]]:
     return all_of_them()
 
 
-@pytest.mark.parametrize("what", [*WHATS, "watched"])
+ALL = [*WHATS, "watched", *(f"{what}, on two devices" for what in WHATS)]
+
+
+@pytest.mark.parametrize("what", ALL)
 def test_the_bits_are_those_of_one_process(what: str, found: Any, alone: Any) -> None:
     assert [rank[what]["end"] for rank in found] == [alone[what]["end"]] * len(found)
 
@@ -152,10 +156,12 @@ CHECKS: dict[str, Callable[[list[int]], bool]] = {
 }
 
 
+@pytest.mark.parametrize("devices", ["", ", on two devices"])
 @pytest.mark.parametrize("what", CHECKS)
-def test_gradients_are_sent_early_where_the_prediction_is_right(what: str, found: Any) -> None:
+def test_gradients_are_sent_early_where_the_prediction_is_right(what: str, devices: str, found: Any) -> None:
     for rank in found:
-        assert CHECKS[what](rank[what]["early"]), rank[what]["early"]
+        early = rank[what if what == "watched" else what + devices]["early"]
+        assert CHECKS[what](early), early
 
 
 def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found: Any) -> None:
@@ -164,7 +170,8 @@ def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found:
 
 
 def test_an_error_in_backward_of_one_rank_is_told_to_all(found: Any) -> None:
-    raised = [rank["raise"]["raised"] for rank in found]
-    assert all("boom in backward" in each for each in raised)
-    assert sum(each.startswith("ReplicaError") for each in raised) == 1
-    assert sum(each.startswith("PeerError") for each in raised) == len(found) - 1
+    for what in ("raise", "raise, on two devices"):
+        raised = [rank[what]["raised"] for rank in found]
+        assert all("boom in backward" in each for each in raised)
+        assert sum(each.startswith("ReplicaError") for each in raised) == 1
+        assert sum(each.startswith("PeerError") for each in raised) == len(found) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from lockstep.updaters.compute.shares import RankShare
 
 
 class EarlySend:
-    """Sends the gradients of one rank to a pending sum while backward of its last shard computes them.
+    """Sends the gradients of one rank to a pending sum as soon as all of its devices have computed them.
 
     Args:
         pending: The pending sum.
@@ -27,75 +28,55 @@ class EarlySend:
         self._pending = pending
         self.announced = announced
         self._share = share
-        self._earlier: list[PartialSum] = []
-        self._shard = 0
-        self._missing = set[int]()
-        self._spoiled = False
-        self._error: BaseException | None = None
-        self.has_begun = False
-        """Whether anything was sent, so that the partial sums are no longer intact."""
+        self._lock = threading.Lock()
+        self._num_devices = sum(map(bool, share.shards_by_device))
+        self._given: dict[int, dict[int, list[PartialSum]]] = {}
+        """What devices have given of each parameter that was not sent yet, by its index and that of the device."""
         for mask in announced.present:
-            self._missing.update(index for index in range(mask.bit_length()) if mask >> index & 1)
+            self._given.update({index: {} for index in range(mask.bit_length()) if mask >> index & 1})
+        self.indices = frozenset(self._given)
+        """The indices of the parameters that were announced."""
+        self.has_begun = False
+        """Whether a device has given something, so that its partial sums are no longer intact."""
+        self.is_spoiled = False
+        """Whether something else was computed than was announced."""
 
     @property
     def is_complete(self) -> bool:
         """Whether everything was sent as it was announced."""
-        return self.has_begun and not self._spoiled and not self._missing
+        return self.has_begun and not self.is_spoiled and not self._given
 
-    @contextmanager
-    def sending(self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Send each gradient that backward computes inside the ``with`` block, which must be that of the last shard.
+    def take(self, index: int, place: int, partials: list[PartialSum]) -> None:
+        """Take what a device has of one parameter, and send it with that of the others once all are there.
 
         Args:
-            shard: The number of the shard.
-            earlier: The partial sums of the shards before it.
-            parameters: The parameters that may get a gradient.
+            index: The index of the parameter.
+            place: The index of the device.
+            partials: Its partial sums, of one tensor each.
         """
-        self._earlier, self._shard = earlier, shard
-        # Earlier shards have reached a parameter that was not announced: the sum would lack its gradient.
-        self._spoiled = any(
-            tensor is not None and index not in self._missing
-            for each in earlier
-            for index, tensor in enumerate(each.tensors)
-        )
-        with on_gradients([(index, parameters[index]) for index in self._missing], self._on_gradient):
-            yield
-        # Raised here and not in the hook, where it would be reported as an error of the user's model.
-        if self._error is not None:
-            raise self._error
-
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Send a gradient; called by backward, which must not see errors of the transfer."""
-        if self._spoiled:
-            return
-        # A nested backward, as in reentrant checkpointing, has added to a gradient that is already being sent.
-        if index not in self._missing:
-            self._spoiled = True
-            return
-        try:
-            self._send(index, parameter.grad)
-            # The memory of the sum is that of an earlier shard, where there is one.
-            parameter.grad = None
-        except BaseException as error:  # noqa: BLE001 - raised again once backward is over
-            self._spoiled, self._error = True, error
-
-    def _send(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Add a gradient to the sums of the earlier shards, and send the result."""
-        # The same tree as without early sending, for one parameter, so the bits are the same.
-        sums = ShardSum(self._share.start)
-        for each in self._earlier:
-            sums.push(each.shard, [each.tensors[index]])
-            each.tensors[index] = None
-        sums.push(self._shard, [gradient])
-        sums.merge_complete(self._share.stop)
-        tensors = [each.tensors[0] for each in sums.partials]
-        # Set before the check: `push` may already have added to the earlier sums in place.
+        # Set before the check: the additions may already have changed sums in place.
         self.has_begun = True
-        if not self._is_announced(index, [each.shard for each in sums.partials], tensors):
-            self._spoiled = True
-            return
-        self._missing.discard(index)
-        self._pending.add(index, tensors)
+        with self._lock:
+            given = self._given.get(index)
+            if given is None or place in given:
+                # The device has run its shards again.
+                self.is_spoiled = True
+                return
+            given[place] = partials
+            if len(given) < self._num_devices:
+                return
+            # The same tree as without early sending, for one parameter, so the bits are the same.
+            sums = ShardSum(self._share.start)
+            for at in sorted(given):
+                for each in given.pop(at):
+                    sums.push(each.shard, each.tensors)
+            sums.merge_complete(self._share.stop)
+            tensors = [each.tensors[0] for each in sums.partials]
+            if self._is_announced(index, [each.shard for each in sums.partials], tensors):
+                del self._given[index]
+                self._pending.add(index, tensors)
+            else:
+                self.is_spoiled = True
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Check whether the partial sums of one tensor are those that all ranks expect."""
@@ -104,23 +85,80 @@ class EarlySend:
             for tensor, mask in zip(tensors, self.announced.present, strict=True)
         )
 
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Send the sums of parameters that earlier shards reached and backward of the last one did not.
+
+class DeviceSend:
+    """Gives the gradients of one device to the early sending of its rank, in backward of the last shard of the device.
+
+    Args:
+        send: The early sending of the rank.
+        place: The index of the device.
+        shard: The number of the shard.
+        earlier: The partial sums of the shards before it.
+    """
+
+    def __init__(self, send: EarlySend, place: int, shard: int, earlier: list[PartialSum]) -> None:
+        self._send, self._place, self._shard, self._earlier = send, place, shard, earlier
+        self._missing = set(send.indices)
+        self._has_given = False
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def sending(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Give each gradient that backward computes inside the ``with`` block.
 
         Args:
-            gradients: The gradients that backward of the last shard has computed, one per parameter.
+            parameters: The parameters that may get a gradient.
+        """
+        # Earlier shards have reached a parameter that was not announced: the sum would lack its gradient.
+        reached = (index for each in self._earlier for index, tensor in enumerate(each.tensors) if tensor is not None)
+        if not self._missing.issuperset(reached):
+            self._send.is_spoiled = True
+        with on_gradients([(index, parameters[index]) for index in self._missing], self._on_gradient):
+            yield
+        # Raised here and not in the hook, where it would be reported as an error of the user's model.
+        if self._error is not None:
+            raise self._error
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """Give a gradient; called by backward, which must not see errors of the transfer."""
+        if self._send.is_spoiled:
+            return
+        # A nested backward, as in reentrant checkpointing, has added to a gradient that is already being sent.
+        if index not in self._missing:
+            self._send.is_spoiled = True
+            return
+        try:
+            self._give(index, parameter.grad)
+            # The memory of the sum is that of an earlier shard, where there is one.
+            parameter.grad = None
+        except BaseException as error:  # noqa: BLE001 - raised again once backward is over
+            self._send.is_spoiled, self._error = True, error
+
+    def _give(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Give what this device has of one parameter."""
+        self._has_given = True
+        self._missing.discard(index)
+        partials = [PartialSum(each.shard, [each.tensors[index]]) for each in self._earlier]
+        for each in self._earlier:
+            each.tensors[index] = None
+        self._send.take(index, self._place, [*partials, PartialSum(self._shard, [gradient])])
+
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Give the sums of parameters that earlier shards reached and backward of this one did not.
+
+        Args:
+            gradients: The gradients that backward has left, one per parameter.
 
         Returns:
-            Whether the partial sums are no longer intact.
+            Whether the partial sums are no longer intact. If nothing was given, the device adds to its sums as usual.
         """
-        # Nothing was sent, so the device adds to its sums as usual and they can still be kept.
-        if not self.has_begun:
+        if not self._has_given:
             return False
         for index, gradient in enumerate(gradients):
             if index in self._missing:
-                if not self._spoiled:
-                    self._send(index, gradient)
+                if not self._send.is_spoiled:
+                    self._give(index, gradient)
             # A gradient that was not announced, or that was added after it had been sent.
             elif gradient is not None:
-                self._spoiled = True
+                self._send.is_spoiled = True
         return True

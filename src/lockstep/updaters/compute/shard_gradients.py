@@ -21,7 +21,7 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import ShardSum, Tensors
-from lockstep.updaters.compute.early_send import EarlySend
+from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
@@ -52,8 +52,8 @@ class GradientContext:
             `weighted` is False, or the reverse.
         inspect_shard: Called with every shard that takes part, its gradients, still scaled, and its report.
         deferred: Whether the overflow check stays on the device.
-        early_receiver: Receives the sums of the only device during backward of its last shard; None where sums are not
-            sent early.
+        early_send: Sends the sums of the devices during backward of their last shards; None where they are not sent
+            early.
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
@@ -81,7 +81,7 @@ class GradientContext:
     reads_buffers: bool = field(default=False, init=False)
     inspected: int | None = field(default=None, init=False)
     is_mixed: bool = field(default=False, init=False)
-    early_receiver: EarlySend | None = field(default=None, init=False)
+    early_send: EarlySend | None = field(default=None, init=False)
     has_tensor_weights: bool = field(default=False, init=False)
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
 
@@ -200,33 +200,29 @@ class DeviceGradientTask:
         # Only ever set, because the threads of all devices share the context.
         if isinstance(loss.weight, torch.Tensor):
             context.has_tensor_weights = True
-        # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
-        early_receiver = context.early_receiver if shard is self.last else None
         if weight > 0:
             # The name "loss" belongs to the loss of the update, which is recorded beside the others.
             reported.pairs.pop("loss", None)
             metrics = reported.pairs | metric_pairs(loss) if loss.metrics else reported.pairs
             report = ShardReport(shard.index, weight, loss.value.detach(), metrics, loss.weight is not None)
-            self._add(runner, shard, loss, report, early_receiver)
-        elif early_receiver is not None:
-            # It must learn that backward did not run.
-            early_receiver.finish(runner.pop_gradients())
+            self._add(runner, shard, loss, report)
 
-    def _add(
-        self, runner: ShardRunner, shard: Shard, loss: Loss, report: ShardReport, early_receiver: EarlySend | None
-    ) -> None:
+    def _add(self, runner: ShardRunner, shard: Shard, loss: Loss, report: ShardReport) -> None:
         """Run backward, and add the gradients, buffers and report of a shard to the sums of the device."""
-        context = self.context
-        remaining_factor = self._backward(runner, shard, loss, report.weight, early_receiver)
+        context, send = self.context, None
+        # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
+        if context.early_send is not None and shard is self.last:
+            send = DeviceSend(context.early_send, runner.place, shard.index, self.gradients.partials)
+        remaining_factor = self._backward(runner, shard, loss, report.weight, send)
         gradients = runner.pop_gradients()
-        if early_receiver is None or not early_receiver.finish(gradients):
+        if send is None or not send.finish(gradients):
             if remaining_factor is not None or context.precision.held_dtype is not None:
                 self._finish_gradients(gradients, remaining_factor)
-            early_receiver = None
+            send = None
         # Before the push, which adds to the gradients in place.
         if context.inspect_shard is not None:
             context.inspect_shard(shard, gradients, report)
-        if early_receiver is None:
+        if send is None:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
         weight = 1 if context.num_samples is None else len(shard.samples)
@@ -241,7 +237,7 @@ class DeviceGradientTask:
         shard: Shard,
         loss: Loss,
         weight: float,
-        early_receiver: EarlySend | None,
+        send: DeviceSend | None,
     ) -> float | torch.Tensor | None:
         """Run backward so that the gradient of the scaled loss is left in the replica's parameters.
 
@@ -255,7 +251,7 @@ class DeviceGradientTask:
         # stop.
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
-        if early_receiver is None or remaining_factor is not None:
+        if send is None or remaining_factor is not None:
             merge = self._merge(shard) if context.merges and remaining_factor is None else None
             if merge is None:
                 runner.backward(shard, (loss.value,), (initial,))
@@ -264,7 +260,7 @@ class DeviceGradientTask:
                 runner.backward(shard, (loss.value,), (initial,))
             self.spoiled |= merge.spoiled
         else:
-            with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
+            with send.sending(runner.parameters):
                 runner.backward(shard, (loss.value,), (initial,))
         return remaining_factor
 

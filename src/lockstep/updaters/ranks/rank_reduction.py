@@ -87,12 +87,11 @@ class RankReduction:
             position: What must be the same on all ranks.
             like: Tensors with the shapes, dtypes and devices of the gradients.
         """
-        # With several devices a sum is complete only after all of them; in half precision gradients are converted
-        # first.
-        complete = len(attempt.device_shards) == 1 and attempt.gradient_context.precision.held_dtype is None
-        key = json.dumps([position["computation"], position["batch sizes"]]) if complete else None
-        attempt.gradient_context.early_receiver = self._sum.begin_sum(key, attempt.share, like)
-        if attempt.gradient_context.early_receiver is not None:
+        # In half precision gradients are converted first.
+        is_held = attempt.gradient_context.precision.held_dtype is not None
+        key = None if is_held else json.dumps([position["computation"], position["batch sizes"]])
+        attempt.gradient_context.early_send = self._sum.begin_sum(key, attempt.share, like)
+        if attempt.gradient_context.early_send is not None:
             # Of an attempt after an overflow, whose gradients are sent before they could be compared.
             attempt.audit = None
 
@@ -179,7 +178,7 @@ class RankReduction:
         attempt.gradients = self._sum.sum(tuple(contributions), steady=steady, audit=audit)
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
-        """Adopt the speeds that all ranks have measured; return whether sums of single devices stay where they are."""
+        """Adopt the speeds that all ranks have measured; return whether shards stay where they are."""
         speeds = [report.speeds for report in reports if report.speeds is not None]
         # A rank that has repeated an attempt knows its speeds earlier than the others.
         steady = len(speeds) < len(reports)
@@ -189,7 +188,7 @@ class RankReduction:
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))
         self._was_steady = steady
-        return steady and all(len(devices) == 1 for devices in self._workloads)
+        return steady
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""

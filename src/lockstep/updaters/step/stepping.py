@@ -195,8 +195,8 @@ def step_in_parts(
         result = hook(optimizer, args, kwargs)
         if result is not None and result != (args, kwargs):
             raise RuntimeError(
-                "A step pre-hook must return None or the arguments that it has received, because the step of an updater "
-                f"has no others, got {result!r}."
+                "A step pre-hook must return None or the arguments that it has received, because the step of an "
+                f"updater has no others, got {result!r}."
             )
     # Views are created after the pre-hooks, which may change options such as the learning rate.
     move(_view_stepper if type(optimizer) in PER_PARAMETER else _own_stepper)
