@@ -108,10 +108,8 @@ def test_gradients_are_sent_with_the_message_or_during_backward(
         if size == "small":
             # The first sum tells how much room is needed.
             expected = {"after": 1, "in the message": NUM_UPDATES - 1}
-        elif num_devices == 1:
-            expected = {"after": REPEATS_BEFORE_PREDICTION, "early": NUM_UPDATES - REPEATS_BEFORE_PREDICTION}
         else:
-            expected = {"after": NUM_UPDATES}
+            expected = {"after": REPEATS_BEFORE_PREDICTION, "early": NUM_UPDATES - REPEATS_BEFORE_PREDICTION}
         assert +ways == Counter(expected)
 
 
