@@ -161,9 +161,14 @@ def run_program(out: Path, place: tuple[int, int, int], kill_at: int) -> str:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("index", range(len(PLACES)))
-def test_a_run_that_is_killed_goes_on_at_another_place(index: int, tmp_path: Path, not_killed: str) -> None:
-    # Five places further on, which differs in each of the three numbers or in two.
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_run_that_is_killed_goes_on_at_another_place(
+    size: int, devices: int, workers: int, tmp_path: Path, not_killed: str
+) -> None:
+    index = PLACES.index((size, devices, workers))
+    # Five places further on, where each of the three numbers is another one, or two of them.
     before, after = PLACES[index], PLACES[(index + 5) % len(PLACES)]
     run_program(tmp_path / "run", before, 17 + index)
     start, digest = run_program(tmp_path / "run", after, 0).splitlines()[-1].split()
