@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import lockstep as ls
 from lockstep.data import Parts, StreamPart
+from tests.support.counted_files import num_bytes_read, open_counted
 
 
 class Counting(IterableDataset[int]):
@@ -208,3 +209,64 @@ def test_a_source_that_fails_is_named() -> None:
 def test_an_iterable_in_place_of_a_function_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="`open_iterable` must be a function that returns a new iterable"):
         StreamPart(given, "numbers")
+
+
+class Lines:
+    """The lines of a file, which is read in pieces of 64 bytes and continues from a state."""
+
+    def __init__(self, log: Path, path: Path) -> None:
+        self.log, self.path, self.position = log, path, 0
+
+    def __iter__(self) -> Iterator[str]:
+        with open_counted(self.log, str(self.path)) as file:
+            file.seek(self.position)
+            text = b""
+            while piece := file.read(64):
+                *lines, text = (text + piece).split(b"\n")
+                for line in lines:
+                    self.position += len(line) + 1
+                    yield line.decode()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_ranks_together_read_a_stream_once_and_little_again_after_a_resume(size: int, tmp_path: Path) -> None:
+    (log := tmp_path / "log").mkdir()
+    for file in range(3):
+        (tmp_path / f"{file}.txt").write_text("".join(f"{file}-{line:0100}\n" for line in range(700)))
+    data = sum((tmp_path / f"{file}.txt").stat().st_size for file in range(3))
+
+    def batches() -> ls.BatchIterator:
+        parts = [
+            StreamPart(
+                partial(Lines, log, tmp_path / f"{file}.txt"), f"{file}", block=5, index=tmp_path / f"{file}.index"
+            )
+            for file in range(3)
+        ]
+        return ls.BatchIterator(Parts(parts, num_sections=12), 12, shuffle=True)
+
+    def num_bytes(start: int, end: int) -> int:
+        """Return what all ranks together read if they begin with a batch."""
+        before = num_bytes_read(log)
+        for rank in range(size):
+            mine = batches()
+            if start:
+                mine.load_state_dict(passed.state_dict())
+            for _ in range(start, end):
+                batch = next(mine)
+                for position in range(12 * rank // size, 12 * (rank + 1) // size):
+                    batch[position]
+            mine.finalize()
+        return num_bytes_read(log) - before
+
+    passed = batches()
+    passed.advance(90)
+    assert len(passed) == 175
+    assert data <= (whole := num_bytes(0, 175)) <= 1.05 * data
+    # A block of each section, and the piece in which it begins.
+    assert num_bytes(0, 90) + num_bytes(90, 175) - whole <= 12 * (5 * 104 + 2 * 64)
