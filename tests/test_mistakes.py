@@ -147,7 +147,12 @@ SAMPLES = [
     row("list of tensors", lambda: batches([X, Y]), "list of 2 tensors with 12 rows each", COLUMNS),
     row("dict of tensors", lambda: batches({"x": X, "y": Y}), "keys ['x', 'y']", "list with one dict per sample"),
     row("loader", lambda: batches(torch_data.DataLoader(DATA)), "got a DataLoader", "Give the updater the DataLoader"),
-    row("stream", lambda: batches(Stream()), "got a Stream", "Give the updater a torch DataLoader of it"),
+    row(
+        "stream",
+        lambda: batches(Stream()),
+        "got a Stream",
+        "a StreamPart of each of its shards, or give the updater a DataLoader of it",
+    ),
     row("generator", lambda: batches(each for each in DATA), "got a generator", "Pass a list of samples"),
     row("class", lambda: batches(torch_data.TensorDataset), "got the class TensorDataset", "Create one"),
     row("None", lambda: batches(None), "got a NoneType", "Pass a list of samples"),

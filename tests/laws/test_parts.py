@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.data import Parts, TextLines
+from lockstep.data import Parts, SectionOrder, TextLines
+from tests.support import zygote
 from tests.support.counted_files import num_bytes_read, open_counted
 from tests.support.ranks import run_on_ranks
+from tests.support.waiting import LONG
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NUM_FILES, BATCH, NUM_SECTIONS, NUM_SHARDS = 6, 24, 12, 12
 UPDATES = 85  # an epoch and a half
@@ -117,20 +123,61 @@ def test_devices_and_workers_are_only_places(folder: Path, tmp_path: Path, alone
     assert trained(None, folder, tmp_path, [(2, 0), (3, 0), (1, 2)]) == [alone[0]] * 3
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_are_only_places_before_and_after_a_resume(
-    size: int, folder: Path, tmp_path: Path, alone: tuple[str, dict[int, dict[str, Any]]]
+@pytest.mark.each_value
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_are_only_places_before_and_after_a_resume(  # noqa: PLR0917 - fixtures and a table
+    size: int,
+    devices: int,
+    workers: int,
+    folder: Path,
+    tmp_path: Path,
+    alone: tuple[str, dict[int, dict[str, Any]]],
 ) -> None:
     digest, states = alone
-    for found in run_on_ranks(trained, size, folder, tmp_path, [(1, 0), (2, 2)]):
-        assert found == [digest] * 2
-    for at in RESUMED:
-        for found in run_on_ranks(trained, size, folder, tmp_path, [(1, 2 * (at % 2)), (2, 0)], states[at]):
-            assert found == [digest] * 2, f"resumed after {at} updates"
+    for at, state in [(0, None), *states.items()]:
+        found = run_on_ranks(trained, size, folder, tmp_path, [(devices, workers)], state)
+        assert found == [[digest]] * size, f"resumed after {at} updates"
+
+
+PLACES = list(product([1, 2, 3, 4], [1, 2], [0, 2]))
+"""The numbers of ranks, devices and workers at which runs are killed and resumed."""
+
+
+@pytest.fixture(scope="module")
+def not_killed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_program(tmp_path_factory.mktemp("whole") / "run", (1, 1, 0), 0).splitlines()[-1]
+
+
+def run_program(out: Path, place: tuple[int, int, int], kill_at: int) -> str:
+    """Train in new processes for 50 updates, or until the last rank kills itself; return what they print."""
+    size, devices, workers = place
+    line = [sys.executable, "-m", "lockstep", "run", "-n", str(size), "-m", "tests.support.programs.killed"]
+    arguments = map(str, (out, devices, 50, f"parts:{workers}", kill_at))
+    ended = zygote.run([*line, *arguments], cwd=ROOT, timeout=LONG * 10)
+    assert (ended.returncode == 0) is (kill_at == 0), ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_run_that_is_killed_goes_on_at_another_place(
+    size: int, devices: int, workers: int, tmp_path: Path, not_killed: str
+) -> None:
+    index = PLACES.index((size, devices, workers))
+    # Five places further on, where each of the three numbers is another one, or two of them.
+    before, after = PLACES[index], PLACES[(index + 5) % len(PLACES)]
+    run_program(tmp_path / "run", before, 17 + index)
+    start, digest = run_program(tmp_path / "run", after, 0).splitlines()[-1].split()
+    assert int(start) >= 10
+    assert digest == not_killed.split()[1]
 
 
 @pytest.mark.parametrize(
-    ("size", "workers"), [(1, 0), (1, 2), (2, 0), pytest.param(3, 2, marks=pytest.mark.slow), (4, 0)]
+    ("size", "workers"), [(1, 0), (1, 2), (2, 0), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow), (4, 0)]
 )
 def test_all_processes_together_read_the_data_once(size: int, workers: int, folder: Path, tmp_path: Path) -> None:
     data = sum((folder / f"{file}.jsonl").stat().st_size for file in range(NUM_FILES))
@@ -192,3 +239,37 @@ def test_the_law_bites_a_position_that_is_not_saved(
     (key,) = [key for key in lost if "iterator" in key]
     lost[key] = {name: {**state, "position": 0, "epoch": 0} for name, state in lost[key].items()}
     assert trained(None, folder, tmp_path, [(1, 0)], lost) != [digest]
+
+
+def test_the_law_bites_a_buffer_that_is_not_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Buffer:
+        """The orders of the samples in the blocks, drawn one after another as they come."""
+
+        def __init__(self) -> None:
+            self.generator, self.orders = torch.Generator().manual_seed(0), dict[int, torch.Tensor]()
+
+        def order(self, sections: SectionOrder, block: int) -> torch.Tensor:
+            if block not in self.orders:
+                self.orders[block] = torch.randperm(int(sections._lengths[block]), generator=self.generator)
+            return self.orders[block]
+
+    def trained_with(buffer: Buffer, until: int, state: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+        def permutation(sections: SectionOrder, block: int) -> torch.Tensor:
+            return buffer.order(sections, block)
+
+        monkeypatch.setattr(SectionOrder, "_permutation", permutation)
+        made = updater(corpus(folder, tmp_path), 1, 0, None)
+        if state is not None:
+            made.load_state_dict(state)
+        while made.iteration < until:
+            made.update()
+        made.finalize()
+        return ls.digest(made.get_all_models()["main"]), made.state_dict()
+
+    whole, _ = trained_with(Buffer(), 40, None)
+    _, state = trained_with(buffer := Buffer(), 20, None)
+    # With the buffer the resumed run has the same bits, and without it others.
+    assert trained_with(buffer, 40, state)[0] == whole
+    assert trained_with(Buffer(), 40, state)[0] != whole

@@ -25,7 +25,9 @@ def leave_repeated_values_to_slow(items: Sequence[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and marked and not slow:
             functions[item.nodeid.partition("[")[0]].append(item)
     for name, cases in functions.items():
-        chosen = chosen_cases([case.callspec.indices for case in cases], name)
+        # By identity, because values need not be comparable: all cases of a table have the same objects.
+        values = [{each: id(value) for each, value in case.callspec.params.items()} for case in cases]
+        chosen = chosen_cases(values, name)
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker("slow")
@@ -40,7 +42,7 @@ def chosen_cases(cases: Sequence[dict[str, int]], seed: str) -> set[int]:
     (3, {0, 1, 2}, {0, 1})
 
     Args:
-        cases: For each case the index of its value by the name of the parameter.
+        cases: For each case a number that stands for its value, by the name of the parameter.
         seed: What the choice depends on; it is the same in each run.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))  # noqa: S311 - no secret

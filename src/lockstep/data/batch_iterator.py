@@ -256,7 +256,7 @@ class BatchIterator(Iterator):
         """Return the seed, the position and the last advance.
 
         With an order sampler, the state also contains the order of the current epoch, which cannot be requested again,
-        and with `data.Parts` the numbers on which the order depends.
+        and with `data.Parts` what the order depends on.
         """
         state: dict[str, Any] = {
             "seed": self.seed,
@@ -267,7 +267,7 @@ class BatchIterator(Iterator):
         if self.order_sampler is not None:
             state["order"] = torch.as_tensor(self._cursor.order).clone()
         # Those of the order in use: the attributes may have been changed since.
-        return state | (self._cursor.order.numbers if isinstance(self._cursor.order, SectionOrder) else {})
+        return state | (self._cursor.order.depends_on if isinstance(self._cursor.order, SectionOrder) else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position and the seed of a saved iterator.
@@ -302,7 +302,7 @@ class BatchIterator(Iterator):
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
         order = self._seeded_order(epoch, seed)
-        for name, own in order.numbers.items() if isinstance(order, SectionOrder) and position else ():
+        for name, own in order.depends_on.items() if isinstance(order, SectionOrder) and position else ():
             if state[name] != own:
                 rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
                 raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
@@ -443,7 +443,7 @@ def _check_dataset(dataset: object) -> None:
         raise TypeError(f"`dataset` must be an object, got the class {dataset.__name__}. Create one of it.")
     if not isinstance(dataset, MapDataset) or isinstance(dataset, IterableDataset):
         remedy = (
-            "Give the updater a torch DataLoader of it"
+            "Pass lockstep.data.Parts with a StreamPart of each of its shards, or give the updater a DataLoader of it"
             if isinstance(dataset, IterableDataset)
             else "Pass a list of samples, a torch Dataset or the like"
         )

@@ -6,7 +6,7 @@ import logging
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.data import Part, Parts, TextLines
+from lockstep.data import Part, Parts, StreamPart, TextLines
 from lockstep.plan import cut
 
 
@@ -136,6 +136,12 @@ def test_the_order_depends_on_batch_size_and_sections_which_stay_within_an_epoch
         ls.BatchIterator(some_parts(), 8, shuffle=True).load_state_dict(state)
     with pytest.raises(ls.StateError, match=r"`num_sections` must be 4"):
         ls.BatchIterator(some_parts(num_sections=2), 16, shuffle=True).load_state_dict(state)
+    others = Parts([*some_parts().parts[:2], Numbers("c", [5, 7] * 10, in_order=True)], num_sections=4)
+    ls.BatchIterator(others, 16, shuffle=True).load_state_dict(state_at_start)
+    with pytest.raises(
+        ls.StateError, match=r"`blocks` must be \w{16}, as when the state was saved, until the epoch ends"
+    ):
+        ls.BatchIterator(others, 16, shuffle=True).load_state_dict(state)
 
 
 def test_a_batch_size_that_is_changed_later_is_not_that_of_the_order() -> None:
@@ -258,6 +264,10 @@ def test_arguments_are_checked() -> None:
         Parts([])
     with pytest.raises(TypeError, match=r"`parts` must hold parts such as lockstep.data.TextLines, got a str"):
         Parts(["a.txt"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"`parts` must be a list of parts, got a Numbers"):
+        Parts(Numbers("a", [1]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`parts` must have an index each, got i.json as that of a.txt and b.txt"):
+        Parts([TextLines("a.txt", index="i.json"), TextLines("b.txt", index=Path("i.json"))])
     with pytest.raises(ValueError, match="`on_bad_record` must be 'raise' or 'skip'"):
         some_parts(on_bad_record="ignore")
     with pytest.raises(ValueError, match="`slow_after` must be above 0 seconds"):
@@ -270,12 +280,19 @@ def test_arguments_are_checked() -> None:
         ls.BatchIterator(Parts([Numbers("a", [])]), 4)
 
 
+def numbered() -> Iterator[str]:
+    """Yield 100,000 texts of 100 characters."""
+    for number in range(100_000):
+        yield f"{number:0100}"
+
+
 @pytest.mark.slow
-def test_memory_stays_flat_over_200_000_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lines", "stream"])
+def test_memory_stays_flat_over_200_000_samples(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("".join(f"{number:0100}\n" for number in range(100_000)))
-    parts = Parts([TextLines(path, block=200)], num_sections=8)
-    batches = ls.BatchIterator(parts, 400, shuffle=True, sample_streams=False)
+    path.write_text("".join(f"{text}\n" for text in numbered()))
+    part = TextLines(path, block=200) if kind == "lines" else StreamPart(numbered, "numbers", block=200)
+    batches = ls.BatchIterator(Parts([part], num_sections=8), 400, shuffle=True, sample_streams=False)
     found = []
     tracemalloc.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import partial
 from pathlib import Path
@@ -70,3 +71,19 @@ def test_a_line_that_cannot_be_decoded_is_a_bad_record(tmp_path: Path) -> None:
     batches = ls.BatchIterator(parts, 3)
     assert list(batches.peek()) == ["a", "c", "c"]
     assert parts.num_skipped == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
+def test_compressed_files_are_refused_and_read_by_a_function(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"`path` must be that of a file that is not compressed, got .*{name}"):
+        TextLines(tmp_path / name)
+    (tmp_path / name).write_bytes(gzip.compress(b"a\nb\nc\n"))
+    part = TextLines(tmp_path / name, block=2, open_file=gzip.open)  # type: ignore[arg-type]
+    assert everything(part) == ["a", "b", "c"]
+
+
+def test_encodings_whose_line_ends_are_other_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`encoding` must write the end of a line as one byte, .* got 'utf-16'"):
+        TextLines(tmp_path / "a.txt", encoding="utf-16")
+    (tmp_path / "a.txt").write_bytes("\ufeffé\r\nb".encode())
+    assert everything(TextLines(tmp_path / "a.txt", encoding="utf-8-sig")) == ["é", "b"]

@@ -21,10 +21,11 @@ from torch.utils.data import get_worker_info
 
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
-from lockstep.data.parts.part import Part
-from lockstep.errors import PartError
+from lockstep.data.parts.part import BlockPart, Part
+from lockstep.errors import LockstepError, PartError
 from lockstep.integers import check_integer
 from lockstep.plan import cut
+from lockstep.streams import restored_generators
 
 _KEPT: Final = 4
 """The number of slices for which the permutation of a block is kept without being used. Slices are batches in order."""
@@ -107,8 +108,8 @@ class SectionOrder:
         self._bounds: array[int] = array("q", self._ends.tolist())
         self._size = self._bounds[-1]
         self._head = min(head, self._size)
-        self.numbers = {"batch_size": batch_size, "num_sections": num_sections}
-        """The numbers on which the order depends besides the dataset and the key."""
+        self.depends_on: dict[str, int | str] = {"batch_size": batch_size, "num_sections": num_sections}
+        """What the order depends on besides the key; `Parts` adds the hash of its blocks."""
         self._batch_size = batch_size
         self._num_full = (self._size - self._head) // batch_size
         # For each position in a batch: where its section begins, and how far the section advances in a batch.
@@ -215,13 +216,26 @@ class Parts:
         slow_after: float = 30.0,
     ) -> None:
         check_integer("num_sections", num_sections, minimum=1)
+        if isinstance(parts, Part):
+            raise TypeError(f"`parts` must be a list of parts, got a {type(parts).__name__}. Put it into a list.")
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("`parts` must hold at least one part, got none.")
         for part in self.parts:
             if not isinstance(part, Part):
                 raise TypeError(
-                    f"`parts` must hold parts such as lockstep.data.TextLines, got a {type(part).__name__}."
+                    f"`parts` must hold parts such as lockstep.data.TextLines, got a {type(part).__name__}. "
+                    "lockstep.data.StreamPart makes a part of an iterable."
+                )
+        names = dict[str, str]()
+        for part in self.parts:
+            if (
+                isinstance(part, BlockPart)
+                and part.index
+                and (name := names.setdefault(part.index, part.name)) != part.name
+            ):
+                raise ValueError(
+                    f"`parts` must have an index each, got {part.index} as that of {name} and {part.name}."
                 )
         if on_bad_record not in get_args(OnBadRecord):
             raise ValueError(f"`on_bad_record` must be 'raise' or 'skip', got {on_bad_record!r}.")
@@ -253,7 +267,11 @@ class Parts:
     @cached_property
     def _lengths(self) -> array[int]:
         """The number of samples of each block of all parts."""
-        return array("q", chain.from_iterable(part.lengths for part in self.parts))
+        lengths: array[int] = array("q")
+        for part in self.parts:
+            with _reading(f"{part.name} to count its samples", self.slow_after, "Keep the count with index=."):
+                lengths.extend(part.lengths)
+        return lengths
 
     @cached_property
     def _ends(self) -> array[int]:
@@ -285,9 +303,11 @@ class Parts:
         for part, first in zip(self.parts, self._first_blocks, strict=True):
             blocks = range(first, first + len(part.lengths))
             units += blocks[:1] if part.in_order else blocks
-        return SectionOrder(
+        order = SectionOrder(
             self._lengths, units, batch_size=batch_size, num_sections=self.num_sections, head=head, key=key
         )
+        order.depends_on["blocks"] = self.fingerprint()
+        return order
 
     def fingerprint(self) -> str:
         """Return a hash of the number of sections and of the blocks, on which orders depend."""
@@ -317,11 +337,9 @@ class Parts:
         place = bisect_right(self._first_blocks, block) - 1
         part, number = self.parts[place], block - self._first_blocks[place]
         name = f"block {number} of {part.name}"
-        try:
-            with _named_if_slow(name, self.slow_after):
-                records = part.read(number)
-        except Exception as error:
-            raise PartError(f"Cannot read {name}: {type(error).__name__}: {error}") from error
+        remedy = "Copy it to a faster disk, or read ahead with num_workers=2 or more."
+        with _reading(name, self.slow_after, remedy):
+            records = part.read(number)
         if len(records) != self._lengths[block]:
             raise PartError(
                 f"{name} must hold {self._lengths[block]} samples as when it was counted, got {len(records)}. Delete "
@@ -366,6 +384,10 @@ class PartReader:
         # By index: the time of the last use, counted in samples, the name and the records; the oldest first.
         self._blocks: OrderedDict[int, tuple[int, str, Sequence[Any]]] = OrderedDict()
 
+    def __reduce__(self) -> tuple[type[PartReader], tuple[Parts, int]]:
+        # A process that is given a copy reads its own blocks.
+        return PartReader, (self._parts, self._keep)
+
     def __len__(self) -> int:
         return len(self._parts)
 
@@ -387,20 +409,28 @@ class PartReader:
 
 
 @contextmanager
-def _named_if_slow(name: str, seconds: float) -> Iterator[None]:
-    """Return a context manager that logs the name from a thread if its body takes longer, and warns at its end."""
+def _reading(name: str, seconds: float, remedy: str) -> Iterator[None]:
+    """Return a context manager that names what is read in errors, and if it takes longer in the log and a warning.
+
+    What reading draws from random generators is undone: the next sample would depend on whether a block was read.
+    """
     timer = threading.Timer(seconds, LOG.warning, ("Still reading %s after %g s.", name, seconds))
     timer.daemon = True
     start = time.perf_counter()
     timer.start()
     try:
-        yield
+        with restored_generators():
+            yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise PartError(f"Cannot read {name}: {type(error).__name__}: {error}") from error
     finally:
         timer.cancel()
     if time.perf_counter() - start > seconds:
         warnings.warn(
-            f"Reading {name} took {time.perf_counter() - start:.3g} s. Copy it to a faster disk, or read ahead with "
-            "num_workers=2 or more. `slow_after` sets the time after which this is said.",
+            f"Reading {name} took {time.perf_counter() - start:.3g} s. {remedy} `slow_after` sets the time after "
+            "which this is said.",
             UserWarning,
             stacklevel=2,
         )

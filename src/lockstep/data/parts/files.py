@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Final, TypeAlias, cas
 import torch
 from safetensors import safe_open
 
-from lockstep.data.parts.part import BlockPart, Part, indexed
+from lockstep.data.parts.part import BlockPart, MadeWhenRead, Part, indexed
 from lockstep.integers import check_integer
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _CHUNK: Final = 2**20
 """The number of bytes that are searched for lines at once."""
 _NEWLINE: Final = re.compile(rb"\n")
+_COMPRESSED: Final = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip"})
+"""The ends of the names of compressed files."""
 
 OpenFile: TypeAlias = "Callable[[str], BinaryIO]"
 """A function that opens a file by its path for reading bytes, such as `fsspec.filesystem(...).open`."""
@@ -51,10 +53,19 @@ class IndexedFile(BlockPart):
     """What the samples are called in the index."""
 
     def __init__(
-        self, path: str | os.PathLike[str], block: int, index: str | os.PathLike[str] | None, open_file: OpenFile
+        self,
+        path: str | os.PathLike[str],
+        *,
+        block: int = 256,
+        index: str | os.PathLike[str] | None = None,
+        open_file: OpenFile = open_local,
     ) -> None:
-        super().__init__(path, block)
-        self.index = index
+        super().__init__(path, block, index)
+        if open_file is open_local and Path(path).suffix in _COMPRESSED:
+            raise ValueError(
+                f"`path` must be that of a file that is not compressed, got {self.name}. Unpack it, because a block of "
+                "it cannot be found, or pass a function such as gzip.open as `open_file`, which reads from the start."
+            )
         self.open_file = open_file
 
     @cached_property
@@ -114,12 +125,15 @@ class TextLines(IndexedFile):
         encoding: str = "utf-8",
         open_file: OpenFile = open_local,
     ) -> None:
-        super().__init__(path, block, index, open_file)
+        super().__init__(path, block=block, index=index, open_file=open_file)
+        if not "-\n".encode(encoding).endswith(b"-\n"):
+            raise ValueError(f"`encoding` must write the end of a line as one byte, as utf-8 does, got {encoding!r}.")
         self.encoding = encoding
 
     def read(self, block: int) -> Sequence[str]:
         """Read a block of lines."""
-        return _Lines(self._content(block).removesuffix(b"\n").split(b"\n"), self.encoding)
+        lines = self._content(block).removesuffix(b"\n").split(b"\n")
+        return MadeWhenRead(len(lines), lambda place: lines[place].removesuffix(b"\r").decode(self.encoding))
 
     def _find(self, file: BinaryIO) -> dict[str, Any]:
         offsets, position, lines, last = [0], 0, 0, b""
@@ -133,20 +147,6 @@ class TextLines(IndexedFile):
         if last not in b"\n":
             lines += 1
         return {"lines": lines, "offsets": offsets if offsets[-1] == position else [*offsets, position]}
-
-
-@final
-class _Lines(Sequence[str]):
-    """Lines that are decoded when they are read, so that each may be bad by itself."""
-
-    def __init__(self, lines: list[bytes], encoding: str) -> None:
-        self._lines, self._encoding = lines, encoding
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._lines[index].removesuffix(b"\r").decode(self._encoding)
 
 
 @final
@@ -171,16 +171,6 @@ class TarSamples(IndexedFile):
     References: the format of WebDataset (Aizman, Maltby, Breuel, "High Performance I/O For Large Scale Deep Learning",
     2020, arXiv:2001.01858).
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        block: int = 256,
-        index: str | os.PathLike[str] | None = None,
-        open_file: OpenFile = open_local,
-    ) -> None:
-        super().__init__(path, block, index, open_file)
 
     def read(self, block: int) -> Sequence[dict[str, Any]]:
         """Read a block of samples."""
@@ -267,21 +257,9 @@ class ParquetRows(Part):
 
         with self.open_file(self.path) as file:
             found = parquet.ParquetFile(file, metadata=self._metadata, pre_buffer=False)
-            return _Rows(found.read_row_group(block, columns=self.columns, use_threads=False))
-
-
-@final
-class _Rows(Sequence[dict[str, Any]]):
-    """Rows of a table, which become objects of Python when they are read."""
-
-    def __init__(self, table: Any) -> None:
-        self._names, self._columns, self._size = table.column_names, table.columns, table.num_rows
-
-    def __len__(self) -> int:
-        return int(self._size)
-
-    def __getitem__(self, index: Any) -> Any:
-        return {name: column[index].as_py() for name, column in zip(self._names, self._columns, strict=True)}
+            table = found.read_row_group(block, columns=self.columns, use_threads=False)
+        columns = dict(zip(table.column_names, table.columns, strict=True))
+        return MadeWhenRead(table.num_rows, lambda row: {name: column[row].as_py() for name, column in columns.items()})
 
 
 @final
@@ -334,29 +312,22 @@ class Tokens(BlockPart):
 
     @property
     def _num_samples(self) -> int:
-        return max(0, (len(self._tokens()) - self.length) // self.stride + 1)
+        return self._num_in(self._tokens())
+
+    def _num_in(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
+        return max(0, (len(tokens) - self.length) // self.stride + 1)
 
     def read(self, block: int) -> Sequence[torch.Tensor]:
         """Map a block of samples; what is not used of it is not read."""
         begin = block * self.block * self.stride
         end = begin + (self.lengths[block] - 1) * self.stride + self.length
-        return _Windows(self._tokens()[begin:end], self.length, self.stride)
+        tokens = self._tokens()[begin:end]
 
+        def window(place: int) -> torch.Tensor:
+            start = place * self.stride
+            return torch.from_numpy(tokens[start : start + self.length].astype("int64"))
 
-@final
-class _Windows(Sequence[torch.Tensor]):
-    """Samples of tokens, which are copied when they are read."""
-
-    def __init__(self, tokens: npt.NDArray[np.integer[Any]], length: int, stride: int) -> None:
-        self._tokens, self._length, self._stride = tokens, length, stride
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - self._length) // self._stride + 1
-
-    def __getitem__(self, index: Any) -> Any:
-        # The range raises an IndexError beyond the end, where the sequence is iterated over.
-        start = range(len(self))[index] * self._stride
-        return torch.from_numpy(self._tokens[start : start + self._length].astype("int64"))
+        return MadeWhenRead(self._num_in(tokens), window)
 
 
 @final

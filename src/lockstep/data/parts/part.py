@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from lockstep.errors import StateError
 from lockstep.integers import check_integer
@@ -59,12 +59,14 @@ class BlockPart(Part):
     Args:
         name: The name of the part in errors and warnings, which for a file is its path.
         block: The number of samples that are read at once, at least 1.
+        index: The path of the index, which no other part has; None without one.
     """
 
-    def __init__(self, name: str | os.PathLike[str], block: int) -> None:
+    def __init__(self, name: str | os.PathLike[str], block: int, index: str | os.PathLike[str] | None = None) -> None:
         check_integer("block", block, minimum=1)
         self._name = os.fspath(name)
         self.block = block
+        self.index = None if index is None else os.fspath(index)
 
     @property
     def name(self) -> str:
@@ -81,6 +83,26 @@ class BlockPart(Part):
         """The number of samples of each block."""
         num_samples = self._num_samples
         return [min(self.block, num_samples - start) for start in range(0, num_samples, self.block)]
+
+
+@final
+class MadeWhenRead(Sequence[Any]):
+    """The samples of a block, each of which is made when it is read, so that it may be bad without the others.
+
+    Args:
+        size: The number of samples.
+        make: A function that returns the sample of an index.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Any]) -> None:
+        self._places, self._make = range(size), make
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        # The range raises an IndexError beyond the end, where the sequence is iterated over.
+        return self._make(self._places[index])
 
 
 def indexed(path: str | os.PathLike[str] | None, key: Mapping[str, Any], count: Callable[[], Any]) -> Any:

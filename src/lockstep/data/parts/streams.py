@@ -8,14 +8,20 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from typing import Any, Final, final
+from weakref import WeakValueDictionary
 
 from torch.utils.data._utils import worker as worker_module
 
+from lockstep.data.batch_fingerprint import fingerprint
 from lockstep.data.iterable_batches import Resumable
 from lockstep.data.parts.part import BlockPart, indexed
+from lockstep.data.samples import Samples
 
-_MOST_OPEN: Final = 16
-"""The number of positions at which an iterable is kept open."""
+_DIFFERS: Final = (
+    "It yields other samples than when it was counted. An iterable must yield the same samples whenever it is opened, "
+    "and after `load_state_dict` those that follow. Leave out its shuffling and random numbers: pass shuffle=True to "
+    "the BatchIterator, and draw random numbers in the `transform` of data.Parts."
+)
 
 
 @final
@@ -27,7 +33,8 @@ class StreamPart(BlockPart):
 
     It is read once to count its samples. If it has ``state_dict`` and ``load_state_dict``, its states at the
     start of each block are kept in the index, and a block is found by loading one. Otherwise samples before a block are
-    read and discarded, at the start of a section and after a resume only.
+    read and discarded, at the start of a section and after a resume only. Some samples of each block are compared with
+    those that were counted, so that one that shuffles, or that loses a buffer with its state, is an error.
 
     Args:
         open_iterable: A function that returns a new iterable with the same samples whenever it is called.
@@ -37,7 +44,9 @@ class StreamPart(BlockPart):
             noticed if the data behind the iterable changes: delete the index then.
 
     Raises:
+        TypeError: If `open_iterable` cannot be called.
         StateError: When samples are read, if the index is that of another part.
+        ValueError: When samples are read, if they are others than when they were counted.
     """
 
     in_order = True
@@ -50,15 +59,17 @@ class StreamPart(BlockPart):
         block: int = 256,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(name, block)
-        self.index = index
+        super().__init__(name, block, index)
+        if not callable(open_iterable):
+            rule = "must be a function that returns a new iterable, such as functools.partial(Dataset, path)"
+            raise TypeError(f"`open_iterable` {rule}, got a {type(open_iterable).__name__}.")
         self.open_iterable = open_iterable
-        self._open = _OpenIterators()
+        self._last_read = _LastRead()
 
     @cached_property
     def _index(self) -> dict[str, Any]:
-        """The number of samples, and the state at the start of each block, None if there are no states."""
-        found: dict[str, Any] = indexed(self.index, {"samples of": self._name, "block": self.block}, self._count)
+        """The number of samples, and by block a checksum and the state at its start, None if there are no states."""
+        found: dict[str, Any] = indexed(self.index, {"stream": self._name, "block": self.block}, self._count)
         return found
 
     @property
@@ -69,28 +80,44 @@ class StreamPart(BlockPart):
         """Read the iterable to its end."""
         with _outside_of_workers():
             iterable = self.open_iterable()
-            states, samples, iterator = [], 0, iter(iterable)
-            while True:
+            size, states, checksums, iterator = self.block, list[Any](), list[int](), iter(iterable)
+            while size == self.block:
                 states.append(iterable.state_dict() if isinstance(iterable, Resumable) else None)
-                read = sum(1 for _ in islice(iterator, self.block))
-                samples += read
-                if read < self.block:
-                    return {"samples": samples, "states": states}
+                samples = list(islice(iterator, self.block))
+                checksums.append(_checksum(samples))
+                size = len(samples)
+            # The last block with samples: a buffer of datasets is lost only after some blocks.
+            last = len(states) - (1 if size else 2)
+            if last > 0 and states[last] is not None:
+                again = list(islice(self._from(last, states[last]), self.block))
+                if _checksum(again) != checksums[last]:
+                    raise ValueError(_DIFFERS)
+            return {"samples": self.block * (len(states) - 1) + size, "states": states, "checksums": checksums}
+
+    def _from(self, block: int, state: Any) -> Iterator[Any]:
+        """Open the iterable, and return an iterator over the samples from a block on."""
+        iterable, skipped = self.open_iterable(), block * self.block
+        if skipped and state is not None and isinstance(iterable, Resumable):
+            iterable.load_state_dict(state)
+            skipped = 0
+        return islice(iter(iterable), skipped, None)
 
     def read(self, block: int) -> Sequence[Any]:
-        """Read a block, from where the one before has ended if that was read."""
+        """Read a block, from where the one before has ended if that is still in use."""
+        before = self._last_read.blocks.pop((os.getpid(), block), None)
         with _outside_of_workers():
-            iterator = self._open.pop(block)
-            if iterator is None:
-                iterable, skipped = self.open_iterable(), block * self.block
-                state = self._index["states"][block]
-                if skipped and state is not None and isinstance(iterable, Resumable):
-                    iterable.load_state_dict(state)
-                    skipped = 0
-                iterator = islice(iter(iterable), skipped, None)
-            samples = list(islice(iterator, self.block))
-        self._open.add(block + 1, iterator)
+            iterator = self._from(block, self._index["states"][block]) if before is None else before.rest
+            samples = _Block(iterator, self.block)
+        # Another number of samples is named by `Parts`.
+        if len(samples) == self.lengths[block] and _checksum(samples) != self._index["checksums"][block]:
+            raise ValueError(_DIFFERS)
+        self._last_read.blocks[os.getpid(), block + 1] = samples
         return samples
+
+
+def _checksum(samples: Sequence[Any]) -> int:
+    """Return a checksum of a few samples, and of their number."""
+    return fingerprint(Samples(samples, range(len(samples)), samples)).checksum
 
 
 @contextmanager
@@ -107,28 +134,23 @@ def _outside_of_workers() -> Iterator[None]:
         module._worker_info = info  # noqa: SLF001
 
 
-class _OpenIterators:
-    """Iterators by the block that they read next; a process that is given a copy opens its own."""
+class _Block(list[Any]):
+    """The samples of a block, and the iterator over those after them, which is closed when the block is dropped."""
+
+    def __init__(self, iterator: Iterator[Any], size: int) -> None:
+        super().__init__(islice(iterator, size))
+        self.rest = iterator
+
+
+class _LastRead:
+    """Blocks in use, by the process that has read them and the block that comes next."""
 
     # Not in the `__dict__`, where a change would be one of the dataset.
-    __slots__ = ("_iterators", "_process")
+    __slots__ = ("blocks",)
 
     def __init__(self) -> None:
-        self._iterators: dict[int, Iterator[Any]] = {}
-        self._process = os.getpid()
+        # A process that was forked shares the positions of open files, and opens its own.
+        self.blocks: WeakValueDictionary[tuple[int, int], _Block] = WeakValueDictionary()
 
-    def __reduce__(self) -> tuple[type[_OpenIterators], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_LastRead], tuple[()]]:
         return type(self), ()
-
-    def pop(self, block: int) -> Iterator[Any] | None:
-        """Return the iterator that reads a block next, if there is one."""
-        if self._process != os.getpid():
-            # A process that was forked shares the positions of open files.
-            self.__init__()  # type: ignore[misc]
-        return self._iterators.pop(block, None)
-
-    def add(self, block: int, iterator: Iterator[Any]) -> None:
-        """Keep an iterator, and close the oldest of too many."""
-        self._iterators[block] = iterator
-        while len(self._iterators) > _MOST_OPEN:
-            del self._iterators[next(iter(self._iterators))]
