@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 import warnings
@@ -69,7 +68,9 @@ def updater_of(
 
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
-    return ls.ParallelUpdater(ls.BatchIterator(data, 16), optimizer, model, devices=devices, num_shards=4, loss_fn=loss_fn)
+    return ls.ParallelUpdater(
+        ls.BatchIterator(data, 16), optimizer, model, devices=devices, num_shards=4, loss_fn=loss_fn
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,8 +96,8 @@ def test_an_error_in_another_thread_is_a_warning() -> None:
     assert updater.update().applied
 
 
-def without_memory(x: torch.Tensor) -> float:
-    if isinstance(threading.current_thread(), threading._MainThread):
+def without_memory(_: torch.Tensor) -> float:
+    if threading.current_thread() is threading.main_thread():
         return 0.0
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -105,7 +106,6 @@ def test_memory_that_does_not_suffice_twice_is_no_finding() -> None:
     assert updater_of(without_memory).update().applied
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
 def test_no_thread_is_started_where_memory_is_limited() -> None:
     """Python waits forever for a thread that gets no memory in its first lines."""
     started: list[str] = []
@@ -120,8 +120,7 @@ def test_no_thread_is_started_where_memory_is_limited() -> None:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    import resource
-
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
     try:
