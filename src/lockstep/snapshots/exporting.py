@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import SnapshotError
 from lockstep.snapshots.content import model_file
-from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.disk import snapshots_in
 from lockstep.snapshots.restoring import fitting
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import MAIN

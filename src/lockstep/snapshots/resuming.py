@@ -20,8 +20,7 @@ from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.collect import Collector
 from lockstep.snapshots.commit import Buffers, stage, write_snapshot
 from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
-from lockstep.snapshots.disk import Disk
-from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.disk import Disk, snapshots_in
 from lockstep.snapshots.manifest import read_manifest
 from lockstep.snapshots.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program

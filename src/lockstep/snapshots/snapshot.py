@@ -18,7 +18,7 @@ from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, update_of
-from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.disk import opened, read_file, read_into, snapshots_in
 from lockstep.snapshots.manifest import LIMITS, Manifest, StoredTensor, read_manifest, with_tensors
 from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
 
