@@ -16,9 +16,10 @@ from lockstep.snapshots.digest_log import (
     record_of as record_of,
 )
 from lockstep.snapshots.disk import Disk as Disk
-from lockstep.snapshots.exporting import export_hf as export_hf, export_torch as export_torch
-from lockstep.snapshots.importing import (
+from lockstep.snapshots.interchange import (
     Matches as Matches,
+    export_hf as export_hf,
+    export_torch as export_torch,
     import_accelerate as import_accelerate,
     import_lightning as import_lightning,
     import_torch as import_torch,

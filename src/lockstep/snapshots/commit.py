@@ -280,7 +280,7 @@ def _seal(staged: Staged, copies: Sequence[torch.Tensor], write: Callable[[str, 
     described: dict[str, Any] = {}
     for file, named in staged.files.items():
         infos = {name: TensorInfo.of(copies[index]) for name, index in named.items()}
-        described[file] = {name: (*infos[name], list[str]()) for name in file_order(infos)}
+        described[file] = {name: (infos[name].dtype, infos[name].shape, list[str]()) for name in file_order(infos)}
         write(file, _pieces(header(infos), {name: copies[index] for name, index in named.items()}, described[file]))
     return seal({**staged.document, "files": described})
 

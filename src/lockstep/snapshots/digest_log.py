@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 from lockstep.digest import combine, entries
 from lockstep.side_files import SideFile
 from lockstep.snapshots.content import Content, training_of
-from lockstep.snapshots.manifest import Manifest
 
 FILENAME: Final = "digests.jsonl"
 DIGITS: Final = 8
@@ -50,19 +49,15 @@ class Record(NamedTuple):
         return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
 
 
-def record_of(state: Content | Manifest) -> Record:
+def record_of(state: Content) -> Record:
     """Return the digests of the training state of a content or of a snapshot.
 
     Args:
         state: The content, whose tensors are read; or the manifest of a snapshot, which has their digests.
     """
-    if isinstance(state, Manifest):
-        found, digest, update = list(entries(state.covered())), state.training, state.update
-    else:
-        found, update = list(entries(training_of(state))), state.progress["update"]
-        digest = combine(found)
+    found = list(entries(training_of(state)))
     named = {".".join(map(str, entry.path[1:])): entry.about[2] for entry in found if entry.kind == "tensor"}
-    return Record.of(update, digest, dict(sorted(named.items())))
+    return Record.of(state.progress["update"], combine(found), dict(sorted(named.items())))
 
 
 class DigestLog:

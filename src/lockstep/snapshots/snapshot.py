@@ -17,10 +17,11 @@ from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, update_of
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, model_file, update_of
 from lockstep.snapshots.disk import opened, read_file, read_into, snapshots_in
-from lockstep.snapshots.manifest import LIMITS, Manifest, StoredTensor, read_manifest, with_tensors
-from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
+from lockstep.snapshots.tensor_file import TensorInfo, blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.tree import decode
 
 _MARK_BYTES: Final = 1000
 
@@ -71,7 +72,8 @@ class Snapshot:
         """Return the parameters and persistent buffers of a model by their bare names, tied ones included."""
         if name not in self.manifest.models:
             raise SnapshotError(f"The snapshot {self.path} has the models {list(self.manifest.models)}, got {name!r}.")
-        return {each: self._tensor(stored) for each, stored in self.manifest.models[name].items()}
+        stored = self._files[model_file(name)]
+        return {**stored, **{tied: stored[each] for tied, each in self.manifest.tied[name].items()}}
 
     def models(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors of all models by the name of the model."""
@@ -79,11 +81,11 @@ class Snapshot:
 
     def state(self) -> Any:
         """Return the tree of the state that the determinism guarantee covers."""
-        return with_tensors(self.manifest.state, self._tensor)
+        return self._tree("state")
 
     def surroundings(self) -> Any:
         """Return the tree of what belongs to the run but not to its result."""
-        return with_tensors(self.manifest.surroundings, self._tensor)
+        return self._tree("surroundings")
 
     def check(self) -> None:
         """Check that the tensors are those of the manifest.
@@ -99,8 +101,8 @@ class Snapshot:
                 for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
                     _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
 
-    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
-        return self._files[stored.file][stored.name]
+    def _tree(self, name: str) -> Any:
+        return decode(json.loads(self.manifest.raw)[name], lambda place: self._files[place[0]][place[1]], DEPTH)
 
 
 class Found(NamedTuple):
@@ -148,7 +150,7 @@ def read_program(path: Path) -> dict[str, Any]:
     if not kind_of(path / ABOUT):
         return {}
     try:
-        return dict(json.loads(read_file(path, ABOUT, LIMITS.manifest_bytes)).get(PROGRAM, {}))
+        return dict(json.loads(read_file(path, ABOUT, MANIFEST_BYTES)).get(PROGRAM, {}))
     except (SnapshotError, AttributeError, RecursionError, TypeError, ValueError) as error:
         # The snapshot is whole without this file.
         message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
@@ -241,7 +243,7 @@ def _folders(out: Path) -> list[tuple[int, Path]]:
 
 
 def _manifest(path: Path) -> Manifest:
-    return read_manifest(read_file(path, MANIFEST, LIMITS.manifest_bytes))
+    return read_manifest(read_file(path, MANIFEST, MANIFEST_BYTES))
 
 
 def _check_name(manifest: Manifest, update: int) -> None:
@@ -258,11 +260,10 @@ def _ranks(path: Path, manifest: Manifest) -> int:
         return 0
 
 
-def _read_tensors(folder: Path, name: str, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path, name: str, entries: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
     """Read a tensor file into tensors, whose bytes are still to be verified."""
-    infos = {each: stored.info for each, stored in entries.items()}
-    head = header(infos)
-    size = len(head) + sum(info.bytes for info in infos.values())
+    head = header(entries)
+    size = len(head) + sum(info.bytes for info in entries.values())
     with opened(folder, name) as descriptor:
         # Before anything is allocated by the word of the manifest.
         if os.fstat(descriptor).st_size != size:
@@ -272,7 +273,7 @@ def _read_tensors(folder: Path, name: str, entries: Mapping[str, StoredTensor]) 
         read_into(descriptor, found, str(folder / name))
         _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
         tensors = {each: stored.empty() for each, stored in entries.items()}
-        for each in file_order(infos):
+        for each in file_order(entries):
             read_into(descriptor, memory_of(tensors[each]), str(folder / name))
     return {each: swapped(tensor) for each, tensor in tensors.items()}
 
