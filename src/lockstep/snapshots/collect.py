@@ -67,9 +67,7 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], d
     for name, values in state.get("models", {}).items():
         tensors = {each: value for each, value in values.items() if isinstance(value, torch.Tensor)}
         # Extra state of modules, and None for parameters without a shape.
-        others = (
-            {each: value for each, value in values.items() if each not in tensors} if len(tensors) < len(values) else {}
-        )
+        others = {each: value for each, value in values.items() if each not in tensors}
         models[name], rest[name] = tensors, others
         about = getattr(values, "_metadata", None) or {}
         metadata[name] = {path: dict(each) for path, each in about.items() if each != USUAL_METADATA}

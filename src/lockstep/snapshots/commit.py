@@ -182,11 +182,22 @@ def write_snapshot(
 
     Raises:
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
-        SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged.
+        SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged, or
+            if the manifest would be too large to be read.
+
+    Determinism: the tensor files depend on the content alone, not on the placement or on addresses.
     """
+    process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     temporary = final.parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
     try:
-        manifest = write_folder(disk, temporary, staged, copies, about)
+        disk.create_folder(temporary)
+        raw = _seal(staged, copies, lambda file, pieces: write_file(disk, temporary / file, pieces))
+        write_file(disk, temporary / ABOUT, [json.dumps({**process, **about}).encode()])
+        # What the reader would refuse must not become the newest snapshot.
+        manifest = read_manifest(raw)
+        # Last, so that a manifest vouches only for files that are durable.
+        write_file(disk, temporary / MANIFEST, [raw])
+        disk.sync_folder(temporary)
         try:
             disk.rename(temporary, final)
         except OSError:
@@ -200,6 +211,25 @@ def write_snapshot(
         raise
     disk.sync_folder(final.parent)
     return manifest
+
+
+def write_now(disk: Disk, final: Path, content: Content, reasons: Iterable[str], about: Mapping[str, Any]) -> Manifest:
+    """Copy a content and write it as a snapshot, and return its manifest when it is durable.
+
+    Args:
+        disk: The calls of the operating system.
+        final: The folder of the snapshot, in one that exists.
+        content: The content.
+        reasons: Why the snapshot is written.
+        about: JSON values about the machine and the program, which are in no digest.
+
+    Raises:
+        OSError: As `write_snapshot`.
+        SnapshotError: As `write_snapshot`.
+        TypeError: As `stage`.
+    """
+    staged = stage(content, reasons)
+    return write_snapshot(disk, final, staged, Buffers().copy(staged.tensors), about)
 
 
 def _settle(disk: Disk, temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -233,36 +263,6 @@ def _settle(disk: Disk, temporary: Path, final: Path, manifest: Manifest) -> Non
     if prefix == TEMPORARY:
         disk.sync_folder(final.parent)
         remove(disk, aside)
-
-
-def write_folder(
-    disk: Disk, folder: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
-) -> Manifest:
-    """Write a snapshot into a new folder, and return its manifest when all of it is durable but the folder's name.
-
-    Args:
-        disk: The calls of the operating system.
-        folder: The folder, which must not exist.
-        staged: The snapshot.
-        copies: The copies of its tensors.
-        about: JSON values about the machine and the program, which are in no digest.
-
-    Raises:
-        OSError: If a call fails. What was written remains.
-        SnapshotError: If the manifest would be too large to be read.
-
-    Determinism: the tensor files depend on the content alone, not on the placement or on addresses.
-    """
-    disk.create_folder(folder)
-    raw = _seal(staged, copies, lambda file, pieces: write_file(disk, folder / file, pieces))
-    process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_file(disk, folder / ABOUT, [json.dumps({**process, **about}).encode()])
-    # What the reader would refuse must not become the newest snapshot.
-    manifest = read_manifest(raw)
-    # Last, so that a manifest vouches only for files that are durable.
-    write_file(disk, folder / MANIFEST, [raw])
-    disk.sync_folder(folder)
-    return manifest
 
 
 def describe(staged: Staged, copies: Sequence[torch.Tensor]) -> Manifest:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import printable
-from lockstep.snapshots.digest_log import Record, read_digest_log, record_of
-from lockstep.snapshots.manifest import Manifest
+from lockstep.snapshots.digest_log import read_digest_log, record_of
 from lockstep.snapshots.restoring import compare_fields
 from lockstep.snapshots.snapshot import list_snapshots
 
@@ -69,34 +68,25 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     """
     outs = (Path(first), Path(second))
     manifests = [[each.manifest for each in list_snapshots(out) if each.manifest is not None] for out in outs]
-    records = [_records(*each) for each in zip(outs, manifests, strict=True)]
+    # A manifest has whole digests of the same state, so that either will do; the log has more updates.
+    records = [
+        {**{each.update: record_of(each) for each in found}, **read_digest_log(out)}
+        for out, found in zip(outs, manifests, strict=True)
+    ]
     common = tuple(sorted(records[0].keys() & records[1].keys()))
     unequal = (update for update in common if records[0][update].digest != records[1][update].digest)
     differs = next(unequal, None)
     before = [update for update in common if differs is None or update < differs]
     differing = [] if differs is None else records[0][differs].differing(records[1][differs])
-    recipe, kernels = _conditions(*manifests)
+    # The fields in which the newest snapshots differ.
+    fields = {}
+    for name in ("recipe", "kernel_class"):
+        pair = [getattr(found[-1], name) for found in manifests] if all(manifests) else [{}, {}]
+        fields[name] = tuple(each.name for each in compare_fields(*pair))
     return Comparison(
         common=common,
         equal=before[-1] if before else None,
         first=differs,
         differing=tuple(differing),
-        recipe=recipe,
-        kernel_class=kernels,
+        **fields,
     )
-
-
-def _records(out: Path, manifests: list[Manifest]) -> dict[int, Record]:
-    """Return what is known of a run by update."""
-    # A manifest has whole digests of the same state, so that either will do; the log has more updates.
-    return {**{each.update: record_of(each) for each in manifests}, **read_digest_log(out)}
-
-
-def _conditions(first: list[Manifest], second: list[Manifest]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the fields of recipe and kernels in which the newest snapshots of two runs differ."""
-    if not (first and second):
-        return (), ()
-    one, other = first[-1], second[-1]
-    recipe = compare_fields(one.recipe, other.recipe)
-    kernels = compare_fields(one.kernel_class, other.kernel_class)
-    return tuple(each.name for each in recipe), tuple(each.name for each in kernels)

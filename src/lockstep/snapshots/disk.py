@@ -15,11 +15,12 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.side_files import kind_of
+from lockstep.side_files import kind_of, sync_folder
 from lockstep.snapshots.content import FOLDER, LOCK, MANIFEST, TEMPORARY
 
 if sys.platform != "win32":  # where the package can be imported, though not write snapshots
@@ -59,7 +60,7 @@ def snapshots_in(out: Path) -> Path | None:
 
 
 @contextmanager
-def opened(path: Path, name: str) -> Iterator[int]:
+def opened(path: Path, name: str) -> Iterator[BufferedReader]:
     """Open a file for reading.
 
     Args:
@@ -67,20 +68,20 @@ def opened(path: Path, name: str) -> Iterator[int]:
         name: The name of the file, which must be a regular one.
 
     Yields:
-        The descriptor of the file.
+        The file.
 
     Raises:
         SnapshotError: If one of them is something else or cannot be read.
     """
-    folder, file = -1, -1
+    folder = -1
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(path, flags | os.O_DIRECTORY)
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        file = os.open(name, flags | os.O_NONBLOCK, dir_fd=folder)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise SnapshotError(f"{path / name} must be a regular file, got {kind_of(path / name)}.", file=name)
-        yield file
+        with open(name, "rb", opener=lambda name, _: os.open(name, flags | os.O_NONBLOCK, dir_fd=folder)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SnapshotError(f"{path / name} must be a regular file, got {kind_of(path / name)}.", file=name)
+            yield file
     except OSError as error:
         at, must = (path, "the folder of a snapshot") if folder < 0 else (path / name, "a regular file")
         raise SnapshotError(
@@ -89,28 +90,24 @@ def opened(path: Path, name: str) -> Iterator[int]:
             damaged=error.errno not in _NOT_DAMAGE,
         ) from error
     finally:
-        for descriptor in (file, folder):
-            if descriptor >= 0:
-                os.close(descriptor)
+        if folder >= 0:
+            os.close(folder)
 
 
-def read_into(descriptor: int, data: memoryview | bytearray, what: str) -> None:
+def read_into(file: BufferedReader, data: memoryview | bytearray, what: str) -> None:
     """Read bytes until memory is full.
 
     Args:
-        descriptor: The file.
+        file: The file.
         data: The memory.
         what: The path of the file, for the error.
 
     Raises:
         SnapshotError: If the file ends before.
     """
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.readv(descriptor, [view])
-        if not count:
-            raise SnapshotError(f"{what} ends {len(view)} bytes too early.")
-        view = view[count:]
+    missing = len(data) - file.readinto(data)
+    if missing:
+        raise SnapshotError(f"{what} ends {missing} bytes too early.")
 
 
 def read_file(path: Path, name: str, at_most: int) -> bytes:
@@ -124,14 +121,12 @@ def read_file(path: Path, name: str, at_most: int) -> bytes:
     Raises:
         SnapshotError: If it is larger, is no regular file, or cannot be read.
     """
-    with opened(path, name) as descriptor:
+    with opened(path, name) as file:
         # The size is that of the file, not one that a manifest claims.
-        size = os.fstat(descriptor).st_size
+        size = os.fstat(file.fileno()).st_size
         if size > at_most:
             raise SnapshotError(f"{path / name} must have at most {at_most} bytes, got {size}.", file=name)
-        data = bytearray(size)
-        read_into(descriptor, data, str(path / name))
-        return bytes(data)
+        return file.read(size)
 
 
 class Disk:
@@ -160,15 +155,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Wait until the names in a folder are on the disk."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems have no such call for folders, and write names at once.
-            if error.errno != errno.EINVAL:
-                raise
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
     def rename(self, path: Path, new: Path) -> None:
         """Rename a folder."""

@@ -119,10 +119,9 @@ def _write_config(config: Any, folder: Path) -> None:
 
 def _read(source: str | Path) -> Snapshot:
     """Read a snapshot, or the newest whole one of a run."""
-    path = Path(source)
-    snapshot = load(path) if snapshots_in(path) is None else newest_whole(path)
+    snapshot = load(source) if snapshots_in(Path(source)) is None else newest_whole(source)
     if snapshot is None:
-        raise SnapshotError(f"`source` must be a snapshot or a run that has one, got {path}.")
+        raise SnapshotError(f"`source` must be a snapshot or a run that has one, got {source}.")
     return snapshot
 
 

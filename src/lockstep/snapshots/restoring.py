@@ -67,10 +67,10 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
         given = f"the text {accept!r}. Pass ({accept!r},)" if isinstance(accept, str) else f"{accept!r}"
         raise ValueError(f"`accept` must be a collection of fields of the recipe, got {given}. Fields: {listed}.")
     changes = compare_fields(saved, own)
-    accept = {name for name in accept if not _is_shape(Change(name, None, None))}
+    accept = {name for name in accept if not _is_shape(name)}
     refused = [each for each in changes if each.name not in accept and not _is_minor(each)]
     if refused:
-        if any(_is_shape(each) for each in refused):
+        if any(_is_shape(each.name) for each in refused):
             raise StateError(
                 f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
                 "Restore it. `accept` cannot help, because the weights do not fit. To start a new run from those that "
@@ -81,15 +81,13 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
             f"Cannot resume from {path}: the result depends on fields that differ. {_listed(refused)}. Restore them, "
             f"or continue with the values of this run by accept=({names})."
         )
-    minor = [each for each in changes if each.name not in accept]
-    if minor:
-        warnings.warn(f"Resuming from {path}, although {_listed(minor)}.", DeterminismWarning, stacklevel=2)
+    _warn([each for each in changes if each.name not in accept], f"Resuming from {path}, although ", ".")
     return [each for each in changes if each.name in accept]
 
 
-def _is_shape(change: Change) -> bool:
+def _is_shape(name: str) -> bool:
     """Return whether a field says which weights there are, without which a state cannot be loaded."""
-    return change.name.endswith("num_parameters") or ".model." in f".{change.name}"
+    return name.endswith("num_parameters") or ".model." in f".{name}"
 
 
 def check_kernels(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
@@ -104,13 +102,11 @@ def check_kernels(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) 
         Whether they are equal.
     """
     changes = compare_fields(saved, own)
-    if changes:
-        warnings.warn(
-            f"Resuming from {path} with kernels that may round differently: {_listed(changes)}. The determinism "
-            "guarantee is suspended: the result need not be that of an uninterrupted run.",
-            DeterminismWarning,
-            stacklevel=2,
-        )
+    _warn(
+        changes,
+        f"Resuming from {path} with kernels that may round differently: ",
+        ". The determinism guarantee is suspended: the result need not be that of an uninterrupted run.",
+    )
     return not changes
 
 
@@ -125,13 +121,13 @@ def check_program(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) 
         own: The description of this program.
     """
     changes = [each for each in compare_fields(saved, own) if MISSING not in (each.saved, each.own)]
+    consequence = ". The run continues, but its result need not be that of an uninterrupted run."
+    _warn(changes, f"Resuming from {path} with other code: ", consequence)
+
+
+def _warn(changes: list[Change], before: str, after: str) -> None:
     if changes:
-        warnings.warn(
-            f"Resuming from {path} with other code: {_listed(changes)}. The run continues, but its result need not be "
-            "that of an uninterrupted run.",
-            DeterminismWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{before}{_listed(changes)}{after}", DeterminismWarning, stacklevel=3)
 
 
 def compare_fields(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Change]:

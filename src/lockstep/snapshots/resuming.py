@@ -18,8 +18,8 @@ from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.collect import Collector
-from lockstep.snapshots.commit import Buffers, stage, write_snapshot
-from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
+from lockstep.snapshots.commit import write_now
+from lockstep.snapshots.content import Parent
 from lockstep.snapshots.disk import Disk, snapshots_in
 from lockstep.snapshots.manifest import read_manifest
 from lockstep.snapshots.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
@@ -74,16 +74,9 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     """
 
     def read() -> Snapshot | None:
-        path = out if source == "auto" else Path(source)
-        folder = snapshots_in(path)
-        if folder is None:
-            return None if source == "auto" else load(path)
-        newest = newest_whole(path)
-        aside = sorted(each.name for each in folder.iterdir() if each.name.startswith((DAMAGED, UNVERIFIED)))
-        if newest is None and aside:
-            # They were renamed by an earlier attempt, which must not make the next one start anew.
-            raise SnapshotError(f"No snapshot in {folder} is whole: {', '.join(aside)}. Remove them to start anew.")
-        return newest
+        if source != "auto" and snapshots_in(Path(source)) is None:
+            return load(source)
+        return newest_whole(out if source == "auto" else source)
 
     found = _agree(updater.communicator, read)
     if found is None and source != "auto":
@@ -145,33 +138,28 @@ def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> S
     if communicator.rank != 0:
         own, report = _try(read)
     found = [json.loads(each) for each in communicator.exchange(report.encode())]
-    newest = max((each["update"] for each in found if each["error"] is None), default=-1)
-    errors = [f"Rank {rank}: {each['error']}" for rank, each in enumerate(found) if each["error"] is not None]
+    newest = max(update for update, _, _ in found)
+    errors = [f"Rank {rank}: {error}" for rank, (_, _, error) in enumerate(found) if error is not None]
     if newest < 0:
         if errors:
             raise SnapshotError(" ".join(errors))
         return None
-    owner = next(rank for rank, each in enumerate(found) if each["update"] == newest)
-    if all(each["digest"] == found[owner]["digest"] for each in found):
+    owner = next(rank for rank, (update, _, _) in enumerate(found) if update == newest)
+    if all(digest == found[owner][1] for _, digest, _ in found):
         return own
     return _send(communicator, own, owner)
 
 
 def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
-    """Read a snapshot, and describe it for the other ranks."""
-    error = None
-    snapshot = None
+    """Read a snapshot, and describe it for the other ranks by its update, its digest and the error."""
+    snapshot, error = None, None
     try:
         snapshot = read()
     except (SnapshotError, OSError) as raised:
         # The other ranks are waiting for this rank's report, and raise if none of them has a snapshot.
         error = str(raised)
-    described = {
-        "update": -1 if snapshot is None else snapshot.update,
-        "digest": "" if snapshot is None else snapshot.manifest.run,
-        "error": error,
-    }
-    return snapshot, json.dumps(described)
+    known = (-1, "") if snapshot is None else (snapshot.update, snapshot.manifest.run)
+    return snapshot, json.dumps([*known, error])
 
 
 def _send(communicator: Communicator, own: Snapshot | None, owner: int) -> Snapshot:
@@ -244,7 +232,7 @@ def save(updater: Updater, path: str | Path) -> None:
         raise
     finally:
         # Also after an error: the other ranks are waiting, and must not take the snapshot for durable.
-        errors = communicator.exchange(error.encode()) if communicator.size > 1 else [b""]
+        errors = communicator.exchange(error.encode())
     if errors[0]:
         raise SnapshotError(f"Rank 0 could not save a snapshot: {errors[0].decode()}")
 
@@ -255,8 +243,7 @@ def _save(updater: Updater, target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = stage(content, ["saved by a call"])
-    write_snapshot(Disk(), target, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
+    write_now(Disk(), target, content, ["saved by a call"], {PROGRAM: describe_program()})
 
 
 def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) -> Resumption:

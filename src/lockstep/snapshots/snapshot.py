@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,8 @@ from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, model_file, update_of
-from lockstep.snapshots.disk import opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
+from lockstep.snapshots.disk import Disk, opened, read_file, read_into, set_aside, snapshots_in
 from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
 from lockstep.snapshots.tensor_file import TensorInfo, blocks_of, file_order, header, memory_of, swapped
 from lockstep.snapshots.tree import decode
@@ -222,17 +221,22 @@ def newest_whole(out: str | Path) -> Snapshot | None:
             return snapshot
     if problems:
         raise SnapshotError(f"No snapshot in {Path(out)} is whole: {' '.join(problems)}")
+    folder = snapshots_in(Path(out))
+    names = sorted(path.name for path in folder.iterdir()) if folder else []
+    aside = [name for name in names if name.startswith((DAMAGED, UNVERIFIED))]
+    if aside:
+        # They were renamed by an earlier attempt, which must not make the next one start anew.
+        raise SnapshotError(f"No snapshot in {folder} is whole: {', '.join(aside)}. Remove them to start anew.")
     return None
 
 
 def _set_aside(path: Path) -> str:
     """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
-    new = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
     try:
-        path.rename(new)
+        [renamed] = set_aside(Disk(), [path], DAMAGED)
     except OSError as error:
         return f" and could not be renamed ({error.strerror})"
-    return f" and is now named {new.name}"
+    return f" and is now named {renamed.name}"
 
 
 def _folders(out: Path) -> list[tuple[int, Path]]:
@@ -264,17 +268,17 @@ def _read_tensors(folder: Path, name: str, entries: Mapping[str, TensorInfo]) ->
     """Read a tensor file into tensors, whose bytes are still to be verified."""
     head = header(entries)
     size = len(head) + sum(info.bytes for info in entries.values())
-    with opened(folder, name) as descriptor:
+    with opened(folder, name) as file:
         # Before anything is allocated by the word of the manifest.
-        if os.fstat(descriptor).st_size != size:
-            got = os.fstat(descriptor).st_size
+        got = os.fstat(file.fileno()).st_size
+        if got != size:
             raise SnapshotError(f"{folder / name} must have {size} bytes, got {got}.", file=name)
         found = bytearray(len(head))
-        read_into(descriptor, found, str(folder / name))
+        read_into(file, found, str(folder / name))
         _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
         tensors = {each: stored.empty() for each, stored in entries.items()}
         for each in file_order(entries):
-            read_into(descriptor, memory_of(tensors[each]), str(folder / name))
+            read_into(file, memory_of(tensors[each]), str(folder / name))
     return {each: swapped(tensor) for each, tensor in tensors.items()}
 
 

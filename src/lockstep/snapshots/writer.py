@@ -23,7 +23,7 @@ import torch
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
 from lockstep.integers import check_integer
 from lockstep.side_files import kind_of
-from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_snapshot
+from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_now, write_snapshot
 from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
 from lockstep.snapshots.digest_log import Record, record_of
 from lockstep.snapshots.disk import Disk, FolderLock, create, discard, remove, set_aside, snapshots_in, write_file
@@ -475,11 +475,9 @@ def write_beside(
         SnapshotError: If there is a snapshot of this update with other bits or of another run.
         TypeError: If the content holds something that a snapshot cannot hold.
     """
-    staged = stage(content, reasons)
-    folder = snapshots_in(Path(out)) or Path(out) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / folder_name(staged.update)
-    write_snapshot(disk or Disk(), path, staged, Buffers().copy(staged.tensors), about or {})
+    path = (snapshots_in(Path(out)) or Path(out) / FOLDER) / folder_name(content.progress["update"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_now(disk or Disk(), path, content, reasons, about or {})
     return path
 
 
