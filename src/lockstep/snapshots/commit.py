@@ -88,7 +88,7 @@ class _Places:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.files: dict[str, dict[str, int]] = {}
-        self._indices: dict[Any, int] = {}
+        self._indices: dict[int, list[int]] = {}
         self._at: dict[int, list[str]] = {}
 
     def add_model(self, model: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -131,13 +131,18 @@ class _Places:
                 f"A snapshot holds dense tensors of {', '.join(DTYPES)}, got {tensor.dtype} of the layout "
                 f"{tensor.layout} and the shape {list(tensor.shape)} on {tensor.device}."
             )
-        view = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        at = self._indices.setdefault(tensor.data_ptr(), [])
         # Tensors without elements have no memory that they could share.
-        key = (tensor.data_ptr(), *view) if tensor.numel() else len(self.tensors)
-        index = self._indices.setdefault(key, len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return index
+        for index in at if tensor.numel() else ():
+            if _view(self.tensors[index]) == _view(tensor):
+                return index
+        at.append(len(self.tensors))
+        self.tensors.append(tensor)
+        return at[-1]
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _as_utf8(text: str) -> str:
@@ -149,6 +154,7 @@ class Buffers:
     """Memory on the CPU that is kept between snapshots, because fresh memory costs more than the copy."""
 
     def __init__(self) -> None:
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -159,10 +165,11 @@ class Buffers:
             tensors: The tensors, on any devices. When this returns, they may change.
         """
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if kinds != [(tensor.dtype, tensor.shape) for tensor in self._kept]:
+        if kinds != self._kinds:
             # The old buffers go first, so that there is never more than one copy of the state in a set.
-            self._kept = []
+            self._kinds, self._kept = [], []
             self._kept = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+            self._kinds = kinds
         if kinds:
             torch._foreach_copy_(self._kept, list(tensors))
         return self._kept
