@@ -192,8 +192,8 @@ class Snapshot(Extension):
             self._write_last(trainer)
             lost = self._end(trainer)
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
-            if isinstance(lost, PeerError) and not self._writes:
-                write_emergency(trainer, self._run_id, _about(trainer))
+            if isinstance(lost, PeerError) and self._collector is not None and not self._writes:
+                write_emergency(trainer, self._collector, _about(trainer))
         finally:
             received = self._release()
         # Not before the handlers are restored: a signal that arrived in between would be lost.

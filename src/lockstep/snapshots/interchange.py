@@ -6,6 +6,7 @@ import take what was in them.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -199,7 +200,7 @@ def bare(name: str) -> str:
     return name
 
 
-def match_tensors(own: Mapping[str, Any], theirs: Mapping[str, Any], found: Matches) -> dict[str, Any]:
+def match_tensors(own: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> dict[str, Any]:
     """Return a state dict of a model with the values of a checkpoint where they fit.
 
     Args:
@@ -209,7 +210,8 @@ def match_tensors(own: Mapping[str, Any], theirs: Mapping[str, Any], found: Matc
     """
     # A model may itself have a part with the name of a wrapper, so exact names come first.
     by_name = {name if name in own else bare(name): name for name in theirs}
-    result = dict(own)
+    # With the versions of the modules, which the state dict of a model has as an attribute.
+    result = copy.copy(own)
     for name, value in own.items():
         if name not in by_name:
             found.missing.append(name)
@@ -347,7 +349,7 @@ def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool, unknown:
     return found
 
 
-def _model(updater: Updater, own: Mapping[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> Any:
+def _model(updater: Updater, own: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> Any:
     if theirs is None:
         found.missing.append("model")
         return own
@@ -361,10 +363,7 @@ def _model(updater: Updater, own: Mapping[str, Any], theirs: Mapping[str, Any] |
         there = next((name for name in names if name in given), None)
         if there is not None:
             given.update({name: given[there] for name in names if name not in given})
-    merged = match_tensors(own, given, found)
-    result = own.copy()  # type: ignore[attr-defined]  # an OrderedDict with the versions of the modules
-    result.update(merged)
-    return result
+    return match_tensors(own, given, found)
 
 
 def _optimizer(updater: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:

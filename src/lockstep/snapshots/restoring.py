@@ -198,19 +198,15 @@ def updater_state(snapshot: Snapshot, updater: Updater, accepted: list[Change]) 
         saved = snapshot.models()
         for name, others in state["models"].items():
             usual = {path: dict(USUAL_METADATA) for path, _ in models[name].named_modules()} if name in models else {}
-            state["models"][name] = _with_metadata({**saved[name], **others}, {**usual, **metadata[name]})
+            restored = state["models"][name] = OrderedDict({**saved[name], **others})
+            # Where PyTorch reads the versions of modules.
+            restored._metadata = OrderedDict({**usual, **metadata[name]})  # type: ignore[attr-defined]  # noqa: SLF001
     optimizers = updater.get_all_optimizers()
     for name, each in state.get("optimizers", {}).items():
         if name in optimizers:
             _prepare(each.get("optimizer", each), optimizers[name])
-    _keep_own(state, updater, {each.name: each for each in accepted})
-    return state
-
-
-def _with_metadata(values: dict[str, Any], metadata: dict[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state of a model with the versions of its modules where PyTorch reads them."""
-    state = OrderedDict(values)
-    state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+    if accepted:
+        _keep_own(state, updater, {each.name: each for each in accepted})
     return state
 
 
@@ -234,15 +230,15 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Change]) -> None:
     """Replace saved values by those of this run, where fields of the recipe were accepted."""
-    if not accepted:
-        return
     own: dict[str, Any] = updater.live_state()
     for field in ("num_shards", "seed"):
         if field in accepted:
             state[field] = accepted[field].own
     if "loss_scale" in {field.partition(".")[0] for field in accepted}:
         state["loss_scale"] = own["loss_scale"]
-    _keep_own_frozen(state, own, accepted)
+    for name in {*state.get("frozen", {}), *own.get("frozen", {})}:
+        if _named(name, "frozen") in accepted:
+            state.setdefault("frozen", {})[name] = own.get("frozen", {}).get(name, [])
     for name, iterator in state.get("iterators", {}).items():
         if _named(name, "data_seed") in accepted:
             iterator["seed"] = accepted[_named(name, "data_seed")].own
@@ -252,14 +248,6 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
     for name, scheduler in state.get("schedulers", {}).items():
         kept = own["schedulers"][name]
         scheduler.update({key: kept[key] for key in scheduler if _named(name, f"scheduler.{key}") in accepted})
-
-
-def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:
-    """Replace the saved names of frozen parameters by this run's own for the models where they were accepted."""
-    kept: dict[str, list[str]] = own.get("frozen", {})
-    for name in {*state.get("frozen", {}), *kept}:
-        if _named(name, "frozen") in accepted:
-            state.setdefault("frozen", {})[name] = kept.get(name, [])
 
 
 def _keep_own_options(

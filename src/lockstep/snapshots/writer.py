@@ -7,15 +7,14 @@ import math
 import os
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import get_native_id
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -52,11 +51,11 @@ class _Job(NamedTuple):
     must: bool
 
 
-class BackgroundWriter(ABC):
-    """Copies states, and processes the copies in a thread.
+class Digester(AbstractContextManager["Digester"]):
+    """Computes the digests of states in a thread, to compare them with those that other ranks have written.
 
-    One can be processed while another one waits. A newer one replaces the one that waits, so that training never waits
-    for the disk, except for those that must be processed. Methods are to be called from one thread.
+    Each state is copied. One can be processed while another one waits. A newer one replaces the one that waits, so that
+    training never waits, except for those that must be processed. Methods are to be called from one thread.
 
     Args:
         run_id: The name of the run.
@@ -136,7 +135,6 @@ class BackgroundWriter(ABC):
         for error in filter(None, errors):
             raise error
 
-    @abstractmethod
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Process one state in the thread, and return what went wrong.
 
@@ -144,13 +142,11 @@ class BackgroundWriter(ABC):
             staged: The state.
             copies: The copies of its tensors.
         """
+        self.records.put(record_of(describe(staged, copies)))
+        self.newest_update = staged.update
+        return []
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _do(self, action: Callable[[], list[str]], buffers: Buffers | None = None, *, must: bool = True) -> None:
@@ -251,8 +247,8 @@ FAILURES: Final = 3
 """Failed attempts in a row after which a required snapshot raises."""
 
 
-class SnapshotWriter(BackgroundWriter):
-    """Writes the snapshots of a run in a thread.
+class SnapshotWriter(Digester):
+    """Writes the snapshots of a run in a thread, and computes their digests.
 
     One snapshot can be written while another one waits. A newer one replaces the one that waits, so that training never
     waits for the disk, except for snapshots that must be written. Methods are to be called from one thread.
@@ -430,20 +426,6 @@ class SnapshotWriter(BackgroundWriter):
             raise SnapshotError(
                 f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
             )
-
-
-class Digester(BackgroundWriter):
-    """Computes the digests of snapshots on a rank that does not write them, to compare them with those that are.
-
-    Args:
-        run_id: The name of the run.
-    """
-
-    def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Compute the digests of a copy."""
-        self.records.put(record_of(describe(staged, copies)))
-        self.newest_update = staged.update
-        return []
 
 
 def write_beside(
