@@ -46,9 +46,16 @@ class Collector:
             metrics: Numbers that describe the snapshot.
         """
         recipe, kernels = self.conditions()
-        models, state = _split(self._updater.live_state())
+        updater = self._updater
+        models, state = _split(updater.live_state())
         return Content(
-            progress=_progress(self._updater, state),
+            progress={
+                "update": updater.iteration,
+                "applied": state.get("applied_updates"),
+                "epoch": updater.epoch,
+                "epoch_detail": updater.epoch_detail,
+                "samples": updater.samples_passed,
+            },
             run_id=self._run_id,
             parent=self._parent,
             recipe=recipe,
@@ -83,13 +90,3 @@ def _in_order(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if "state" not in state or not all(type(index) is int for index in state["state"]):
         return state
     return {**state, "state": {index: state["state"][index] for index in sorted(state["state"])}}
-
-
-def _progress(updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "update": updater.iteration,
-        "applied": state.get("applied_updates"),
-        "epoch": updater.epoch,
-        "epoch_detail": updater.epoch_detail,
-        "samples": updater.samples_passed,
-    }

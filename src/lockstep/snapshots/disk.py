@@ -94,22 +94,6 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
             os.close(folder)
 
 
-def read_into(file: BufferedReader, data: memoryview | bytearray, what: str) -> None:
-    """Read bytes until memory is full.
-
-    Args:
-        file: The file.
-        data: The memory.
-        what: The path of the file, for the error.
-
-    Raises:
-        SnapshotError: If the file ends before.
-    """
-    missing = len(data) - file.readinto(data)
-    if missing:
-        raise SnapshotError(f"{what} ends {missing} bytes too early.")
-
-
 def read_file(path: Path, name: str, at_most: int) -> bytes:
     """Read a small file whole.
 

@@ -17,7 +17,7 @@ from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
-from lockstep.snapshots.disk import Disk, opened, read_file, read_into, set_aside, snapshots_in
+from lockstep.snapshots.disk import Disk, opened, read_file, set_aside, snapshots_in
 from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
 from lockstep.snapshots.tensor_file import TensorInfo, blocks_of, file_order, header, memory_of, swapped
 from lockstep.snapshots.tree import decode
@@ -273,12 +273,12 @@ def _read_tensors(folder: Path, name: str, entries: Mapping[str, TensorInfo]) ->
         got = os.fstat(file.fileno()).st_size
         if got != size:
             raise SnapshotError(f"{folder / name} must have {size} bytes, got {got}.", file=name)
-        found = bytearray(len(head))
-        read_into(file, found, str(folder / name))
+        found = file.read(len(head))
         _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
+        # A file that is cut meanwhile leaves other bytes than those that the manifest has hashes of.
         tensors = {each: stored.empty() for each, stored in entries.items()}
         for each in file_order(entries):
-            read_into(file, memory_of(tensors[each]), str(folder / name))
+            file.readinto(memory_of(tensors[each]))
     return {each: swapped(tensor) for each, tensor in tensors.items()}
 
 

@@ -26,7 +26,6 @@ from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_no
 from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
 from lockstep.snapshots.digest_log import Record, record_of
 from lockstep.snapshots.disk import Disk, FolderLock, create, discard, remove, set_aside, snapshots_in, write_file
-from lockstep.snapshots.manifest import Manifest
 from lockstep.snapshots.snapshot import list_snapshots
 
 NICENESS: Final = 10
@@ -365,12 +364,11 @@ class SnapshotWriter(Digester):
             return [*problems, message]
         self._failures = 0
         self.newest, self.newest_update = path, manifest.update
-        newest = _kept(path, manifest)
+        newest = Kept(path, manifest.update, manifest.metrics)
         self._kept = [each for each in self._kept if each.path != path] + [newest]
         # Before older ones are removed, because that may fail.
         self.records.put(record_of(manifest))
-        removable = self._retention.removable(self._kept, newest)
-        for each in removable:
+        for each in self._retention.removable(self._kept, newest):
             try:
                 discard(self._disk, each.path)
             except (OSError, SnapshotError) as error:
@@ -418,7 +416,8 @@ class SnapshotWriter(Digester):
                     message = f"Unfinished snapshots could not be removed: {error}"
                     warnings.warn(message, SnapshotWarning, stacklevel=4)
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
-        return [_kept(each.path, own, each.ranks) for each, own in found if own.run_id == self._run_id]
+        own = [(each, manifest) for each, manifest in found if manifest.run_id == self._run_id]
+        return [Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own]
 
     def _check_failures(self, failures: int) -> None:
         """Check that not too many attempts have failed in a row, if snapshots are required."""
@@ -461,10 +460,6 @@ def write_beside(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_now(disk or Disk(), path, content, reasons, about or {})
     return path
-
-
-def _kept(path: Path, manifest: Manifest, ranks: int = 0) -> Kept:
-    return Kept(path, manifest.update, manifest.metrics, ranks)
 
 
 def _free_bytes(folder: Path) -> int | str:
