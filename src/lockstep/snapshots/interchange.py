@@ -19,8 +19,8 @@ import torch
 from lockstep.errors import SnapshotError, StateError, printable
 from lockstep.snapshots.content import model_file
 from lockstep.snapshots.disk import snapshots_in
-from lockstep.snapshots.restoring import fitting
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.updater_state import fitting
 from lockstep.updaters import MAIN, Updater
 
 CONFIG: Final = "config.json"

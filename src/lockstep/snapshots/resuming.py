@@ -1,62 +1,23 @@
-"""Find a snapshot, the same one on all ranks, check that it fits, and prepare its state for loading.
-
-`save` and `restore` do this for a loop of your own.
-"""
+"""Find the snapshot to resume from, the same one on all ranks, and save and restore for a loop of your own."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.communicators import Communicator, kernel_class
+from lockstep.communicators import Communicator
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
-from lockstep.snapshots.collect import Collector
 from lockstep.snapshots.commit import write_now
-from lockstep.snapshots.content import Parent
 from lockstep.snapshots.disk import Disk, snapshots_in
 from lockstep.snapshots.manifest import read_manifest
-from lockstep.snapshots.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.updater_state import Collector, Resumption, fitting, prepare
 from lockstep.updaters import Updater
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A snapshot that a run resumes from, and the state to load.
-
-    Attributes:
-        path: The folder of the snapshot.
-        run_id: The name of the run that wrote it.
-        update: The update after which it was written.
-        parent: The snapshot from which that run was resumed.
-        accepted: The names of the fields of the recipe that differ.
-        same_kernels: Whether this process has the kernels of the snapshot.
-        same_run: Whether the run continues in the folder of the snapshot, under the same name.
-        updater: The state for the updater.
-        surroundings: The state for the trainer; None if the snapshot was saved without one.
-    """
-
-    path: Path
-    run_id: str
-    update: int
-    parent: Parent | None
-    accepted: tuple[str, ...]
-    same_kernels: bool
-    same_run: bool
-    updater: dict[str, Any] = field(repr=False)
-    surroundings: dict[str, Any] | None = field(repr=False)
-
-    @property
-    def source(self) -> Parent:
-        """The snapshot, as snapshots of a run that continues from it name it."""
-        return Parent(self.run_id, self.update)
 
 
 def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "resume") -> Snapshot | None:
@@ -82,38 +43,6 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     if found is None and source != "auto":
         raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.")
     return found
-
-
-def prepare(
-    updater: Updater, snapshot: Snapshot, accept: Collection[str] = (), *, same_run: bool = False
-) -> Resumption:
-    """Check that a snapshot fits an updater, and return the state to load. Nothing of the updater changes.
-
-    Args:
-        updater: The updater that is to continue.
-        snapshot: The snapshot.
-        accept: The names of fields of the recipe that may differ. The run continues with its own values of them.
-        same_run: Whether the run continues in the folder of the snapshot.
-
-    Raises:
-        StateError: If other fields differ.
-        ValueError: If `accept` names something that is no field.
-    """
-    changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
-    with fitting(snapshot.path):
-        state = updater_state(snapshot, updater, changes)
-    check_program(snapshot.path, read_program(snapshot.path), describe_program())
-    return Resumption(
-        path=snapshot.path,
-        run_id=snapshot.manifest.run_id,
-        update=snapshot.update,
-        parent=snapshot.manifest.parent,
-        accepted=tuple(each.name for each in changes),
-        same_run=same_run,
-        same_kernels=check_kernels(snapshot.path, snapshot.manifest.kernel_class, kernel_class(updater.devices)),
-        updater=state,
-        surroundings=snapshot.surroundings(),
-    )
 
 
 def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> Snapshot | None:

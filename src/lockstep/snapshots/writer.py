@@ -24,7 +24,7 @@ from lockstep.integers import check_integer
 from lockstep.side_files import kind_of
 from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_now, write_snapshot
 from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
-from lockstep.snapshots.digest_log import Record, record_of
+from lockstep.snapshots.digests import Record, record_of
 from lockstep.snapshots.disk import Disk, FolderLock, create, discard, remove, set_aside, snapshots_in, write_file
 from lockstep.snapshots.snapshot import list_snapshots
 
