@@ -259,7 +259,7 @@ class Snapshot(Extension):
 
     def _compare(self, *, now: bool = False) -> None:
         self._log_written()
-        if self._agreement is not None and self._agreement.size > 1:
+        if self._agreement is not None:
             self._agreement.compare(now=now)
 
     def _mark_verified(self, record: snapshots.Record, ranks: int) -> None:

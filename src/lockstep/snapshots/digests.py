@@ -212,6 +212,8 @@ class Agreement:
 
     def open(self, update: int) -> None:
         """Begin to ask for a snapshot, which all ranks have copied after the same update."""
+        if self.size == 1:
+            return
         if self._open is None:
             # One less each time, because digests that were late once need not be so again.
             self._took = self._left = max(1, self._took - 1)
@@ -224,8 +226,9 @@ class Agreement:
         return self._communicator.size
 
     def add(self, record: Record) -> None:
-        """Add the digests of a snapshot that this rank has computed."""
-        self._records[record.update] = record
+        """Add the digests of a snapshot that this rank has computed. A single rank compares none, and keeps none."""
+        if self.size > 1:
+            self._records[record.update] = record
 
     def compare(self, *, now: bool = False) -> None:
         """Compare what all ranks have computed. Every rank must call this after every update.
