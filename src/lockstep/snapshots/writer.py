@@ -50,7 +50,7 @@ class _Job(NamedTuple):
     must: bool
 
 
-class Digester(AbstractContextManager["Digester"]):
+class Digester(AbstractContextManager[Any]):
     """Computes the digests of states in a thread, to compare them with those that other ranks have written.
 
     Each state is copied. One can be processed while another one waits. A newer one replaces the one that waits, so that
@@ -161,7 +161,7 @@ class Digester(AbstractContextManager["Digester"]):
                 return free[0]
             # Both buffers are in use, so at least one state waits, which can still be cancelled.
             replaced = next((job for job in busy if not job.must and job.future.cancel()), None)
-            if replaced is None and must:
+            if replaced is None and (must or any(job.future.done() for job in busy)):
                 wait([job.future for job in busy], return_when=FIRST_COMPLETED)
                 continue
             self.replaced += 1
