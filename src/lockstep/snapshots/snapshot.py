@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -100,8 +101,12 @@ class Snapshot:
                 for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
                     _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
 
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return dict(json.loads(self.manifest.raw))
+
     def _tree(self, name: str) -> Any:
-        return decode(json.loads(self.manifest.raw)[name], lambda place: self._files[place[0]][place[1]], DEPTH)
+        return decode(self._document[name], lambda place: self._files[place[0]][place[1]], DEPTH)
 
 
 class Found(NamedTuple):
