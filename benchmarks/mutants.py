@@ -89,8 +89,8 @@ MUTANTS = {
     ),
     "snapshots: the name of a folder is not durable": Mutant(
         "snapshots/commit.py",
-        "    disk.sync_folder(parent)\n    return final, manifest\n",
-        "    return final, manifest\n",
+        "    disk.sync_folder(final.parent)\n    return manifest\n",
+        "    return manifest\n",
         ("snapshots/test_crash_states.py", "snapshots/test_io_errors.py"),
     ),
     "snapshots: one too many is kept": Mutant(

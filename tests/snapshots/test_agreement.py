@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,21 @@ def late(communicator: ls.Communicator) -> list[tuple[int, int]]:
 
 def test_a_digest_that_is_late_or_missing_delays_nobody() -> None:
     assert run_on_ranks(late, 2) == [[(1, 2), (5, 2)]] * 2
+
+
+class Names(dict[str, str]):
+    """The names of a record, to which there can be a weak reference."""
+
+
+def test_a_single_rank_keeps_no_digests() -> None:
+    agreement = Agreement(ls.LocalCommunicator(), lambda *_: pytest.fail("there is nothing to compare"))
+    names = Names(weight="12345678")
+    kept = weakref.ref(names)
+    agreement.open(1)
+    agreement.add(Record(1, "digest", names))
+    agreement.compare(now=True)
+    del names
+    assert kept() is None
 
 
 def counting(communicator: ls.Communicator) -> int:

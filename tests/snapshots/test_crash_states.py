@@ -15,7 +15,8 @@ import safetensors.torch
 from lockstep.digest import tensor_digest
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.snapshots import Snapshot, SnapshotWriter, load, newest_whole
-from lockstep.snapshots.manifest import StoredTensor, read_manifest
+from lockstep.snapshots.manifest import read_manifest
+from lockstep.snapshots.tensor_file import TensorInfo
 from tests.support.crashes import MUTANTS, Call, RecordingDisk, Tree, crash_states, lay_out
 from tests.support.snapshots import RUN, assert_holds, small_content
 
@@ -91,7 +92,7 @@ def vouches_wrongly(out: Path) -> bool:
     return False
 
 
-def is_whole(data: bytes, entry: Mapping[str, StoredTensor]) -> bool:
+def is_whole(data: bytes, entry: Mapping[str, TensorInfo]) -> bool:
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError:

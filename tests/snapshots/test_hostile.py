@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots import load
-from lockstep.snapshots.manifest import Limits, read_manifest
+from lockstep.snapshots import load, manifest
+from lockstep.snapshots.manifest import read_manifest
 from tests.support.audit import Audit
 from tests.support.snapshots import small_content, write
 
@@ -282,20 +282,16 @@ def test_a_value_that_is_not_ours_is_refused(tmp_path: Path, value: str) -> None
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(manifest_bytes=100),
-        Limits(nodes=20),
-        Limits(depth=3),
-        Limits(tensors=1),
-        Limits(dimensions=1),
-        Limits(header_bytes=50),
-    ],
+    ("limit", "value"),
+    [("MANIFEST_BYTES", 100), ("NODES", 20), ("DEPTH", 3), ("TENSORS", 1), ("DIMENSIONS", 1), ("HEADER_BYTES", 50)],
 )
-def test_each_limit_holds(tmp_path: Path, limits: Limits) -> None:
+def test_each_limit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     [folder] = write(tmp_path, small_content())
+    raw = (folder / "snapshot.json").read_bytes()
+    assert read_manifest(raw).update == 1
+    monkeypatch.setattr(manifest, limit, value)
     with pytest.raises(SnapshotError):
-        read_manifest((folder / "snapshot.json").read_bytes(), limits)
+        read_manifest(raw)
 
 
 def test_a_shape_too_large_for_its_file_allocates_nothing(tmp_path: Path) -> None:

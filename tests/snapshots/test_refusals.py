@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.snapshots import restoring as recipes
+from lockstep.snapshots import updater_state as recipes
 from tests.support.resuming import vectors
 
 

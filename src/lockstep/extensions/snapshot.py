@@ -134,10 +134,10 @@ class Snapshot(Extension):
             return
         found = snapshots.list(trainer.out)
         _check_folder(trainer, found, self._run_id)
+        manifests = [each.manifest for each in found if each.manifest is not None]
         self._best_metrics = None
-        for each in found:
-            if each.manifest is not None:
-                self._is_best(each.manifest.metrics)
+        for each in manifests:
+            self._is_best(each.metrics)
         self._writer = snapshots.SnapshotWriter(
             out=trainer.out,
             run_id=self._run_id,
@@ -148,7 +148,7 @@ class Snapshot(Extension):
             about=_about(trainer),
         )
         # While no other run can write to it.
-        self._log = self._open_log(trainer, found, self._collector)
+        self._log = self._open_log(trainer, manifests, self._collector)
 
     def collect(self, trainer: Trainer) -> None:
         """Log the digests of what was written meanwhile, and one of this update if it is due."""
@@ -192,8 +192,8 @@ class Snapshot(Extension):
             self._write_last(trainer)
             lost = self._end(trainer)
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
-            if isinstance(lost, PeerError) and not self._writes:
-                write_emergency(trainer, self._run_id, _about(trainer))
+            if isinstance(lost, PeerError) and self._collector is not None and not self._writes:
+                write_emergency(trainer, self._collector, _about(trainer))
         finally:
             received = self._release()
         # Not before the handlers are restored: a signal that arrived in between would be lost.
@@ -259,7 +259,7 @@ class Snapshot(Extension):
 
     def _compare(self, *, now: bool = False) -> None:
         self._log_written()
-        if self._agreement is not None and self._agreement.size > 1:
+        if self._agreement is not None:
             self._agreement.compare(now=now)
 
     def _mark_verified(self, record: snapshots.Record, ranks: int) -> None:
@@ -349,19 +349,19 @@ class Snapshot(Extension):
         return leaders[communicator.rank] == communicator.rank if self.per_machine else trainer.is_main
 
     def _open_log(
-        self, trainer: Trainer, found: list[snapshots.Found], collector: snapshots.Collector
+        self, trainer: Trainer, manifests: list[snapshots.Manifest], collector: snapshots.Collector
     ) -> snapshots.DigestLog:
         """Open the log of digests, with what is known of updates that will be repeated."""
         source = trainer.resumption
         fields, kernels = collector.conditions()
         # Without the tensors of models, which lazy modules do not have at the start; the log names them anyway.
         recipe = {name: value for name, value in fields.items() if ".model." not in f".{name}"}
-        conditions = _digest_of([recipe, kernels])
+        conditions = hashlib.sha256(json.dumps([recipe, kernels], sort_keys=True).encode()).hexdigest()
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
         log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, required=self.required)
         if source is not None and source.same_kernels and not source.accepted:
-            log.expect(_records(found, self._run_id))
+            log.expect(map(snapshots.record_of, manifests))
         return log
 
 
@@ -404,19 +404,6 @@ def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -
             f"`out` must not hold later snapshots of the run if it continues under other conditions, got "
             f"{later[-1].path}. Use another folder."
         )
-
-
-def _records(found: list[snapshots.Found], run_id: str) -> list[snapshots.Record]:
-    """Return the digests of the snapshots of a run."""
-    return [
-        snapshots.record_of(each.manifest)
-        for each in found
-        if each.manifest is not None and each.manifest.run_id == run_id
-    ]
-
-
-def _digest_of(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _about(trainer: Trainer) -> dict[str, Any]:

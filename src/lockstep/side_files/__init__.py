@@ -5,4 +5,5 @@ from lockstep.side_files.side_file import (
     SideFile as SideFile,
     kind_of as kind_of,
     report_unwritten as report_unwritten,
+    sync_folder as sync_folder,
 )

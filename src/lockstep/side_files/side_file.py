@@ -8,6 +8,7 @@ nothing outside of the folder is read or changed, and what is damaged is named b
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -286,11 +287,7 @@ class SideFile:
             os.close(descriptor)
         new.replace(self.path)
         # Otherwise the name of a new file might be gone after a power failure.
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self.path.parent)
 
     def _write_from(self, descriptor: int, start: int) -> None:
         """Write the content from a position on, whole or not at all."""
@@ -308,6 +305,23 @@ class SideFile:
 def _open(path: Path, flags: int) -> int:
     """Open a file that was checked. If it has just been replaced, no link is followed and no FIFO waits."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk.
+
+    Args:
+        path: The folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such call for folders, and write names at once.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:

@@ -1,35 +1,33 @@
 """Snapshots of a run: whole, verified, and the same bytes for every placement."""
 
-from lockstep.snapshots.agreement import Agreement as Agreement
-from lockstep.snapshots.collect import Collector as Collector
-from lockstep.snapshots.comparing import Comparison as Comparison, compare_runs as compare_runs
 from lockstep.snapshots.content import (
     Content as Content,
     Parent as Parent,
     folder_name as folder_name,
     training_of as training_of,
 )
-from lockstep.snapshots.digest_log import (
+from lockstep.snapshots.digests import (
+    Agreement as Agreement,
+    Comparison as Comparison,
     DigestLog as DigestLog,
     Record as Record,
+    compare_runs as compare_runs,
     read_digest_log as read_digest_log,
     record_of as record_of,
 )
 from lockstep.snapshots.disk import Disk as Disk
-from lockstep.snapshots.exporting import export_hf as export_hf, export_torch as export_torch
-from lockstep.snapshots.importing import (
+from lockstep.snapshots.interchange import (
     Matches as Matches,
+    export_hf as export_hf,
+    export_torch as export_torch,
     import_accelerate as import_accelerate,
     import_lightning as import_lightning,
     import_torch as import_torch,
 )
 from lockstep.snapshots.manifest import Manifest as Manifest
-from lockstep.snapshots.restoring import fitting as fitting
 from lockstep.snapshots.resuming import (
-    Resumption as Resumption,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
-    prepare as prepare,
     restore as restore,
     save as save,
 )
@@ -40,6 +38,12 @@ from lockstep.snapshots.snapshot import (
     load as load,
     newest_whole as newest_whole,
     verify as verify,
+)
+from lockstep.snapshots.updater_state import (
+    Collector as Collector,
+    Resumption as Resumption,
+    fitting as fitting,
+    prepare as prepare,
 )
 from lockstep.snapshots.writer import (
     Digester as Digester,

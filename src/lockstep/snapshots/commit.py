@@ -1,4 +1,4 @@
-"""Copy the state of a run, write the copy as a snapshot, and remove old ones."""
+"""Copy the state of a run, and write the copy as a snapshot."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ import torch
 
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
-from lockstep.side_files import kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, model_file
-from lockstep.snapshots.disk import Disk
+from lockstep.snapshots.disk import Disk, remove, set_aside, write_file
 from lockstep.snapshots.manifest import FORMAT, PLAIN, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
@@ -39,22 +38,15 @@ class Staged:
 
     Attributes:
         update: The number of updates so far.
-        document: The fields of the manifest but those of the files, without the places of tensors in files.
-        models: The indices of the tensors of each model by their names.
-        leaves: The tensors of the other trees, with their indices.
+        document: The fields of the manifest but those of the files.
+        files: The indices of the tensors of each file by their names.
         tensors: The tensors without those that are the same memory as one before.
     """
 
     update: int
     document: dict[str, Any]
-    models: Mapping[str, Mapping[str, int]]
-    leaves: Sequence[tuple[Leaf, int]]
+    files: Mapping[str, Mapping[str, int]]
     tensors: Sequence[torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """About how many bytes the snapshot has, without its manifest."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def stage(content: Content, reasons: Iterable[str]) -> Staged:
@@ -76,6 +68,7 @@ def stage(content: Content, reasons: Iterable[str]) -> Staged:
     if type(update) is not int or update < 0:
         raise ValueError(f'`progress` must hold the number of updates under "update", got {update!r}.')
     trees |= {name: encode(getattr(content, name), (name,), leaves) for name in ("state", "surroundings")}
+    places = _Places()
     document = {
         "format": FORMAT,
         "writer": f"lockstep {__version__}",
@@ -83,28 +76,62 @@ def stage(content: Content, reasons: Iterable[str]) -> Staged:
         "parent": content.parent,
         "reasons": tuple(reasons),
         **trees,
+        "models": {name: places.add_model(name, tensors) for name, tensors in content.models.items()},
     }
-    places = _Places()
-    models = {name: _indices(name, model, places) for name, model in content.models.items()}
-    found = [(leaf, places.index(leaf.tensor)) for leaf in leaves]
-    return Staged(update=update, document=document, models=models, leaves=found, tensors=places.tensors)
+    places.add_leaves(leaves)
+    return Staged(update=update, document=document, files=places.files, tensors=places.tensors)
 
 
 class _Places:
-    """Finds out which tensors are the same memory."""
+    """Finds out which tensors are the same memory, and gives each of them a place in a file."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._at: dict[int, list[int]] = {}
+        self.files: dict[str, dict[str, int]] = {}
+        self._indices: dict[int, list[int]] = {}
+        self._at: dict[int, list[str]] = {}
 
-    def index(self, tensor: torch.Tensor) -> int:
+    def add_model(self, model: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Add the file of a model, and return the names that are tied, each with the name that is stored.
+
+        The file is complete, also if models share tensors, because it is loaded without the others.
+        """
+        file = model_file(model)
+        named, stored, tied = self.files.setdefault(file, {}), dict[int, str](), dict[str, str]()
+        for name, tensor in tensors.items():
+            # Names in a file of safetensors are UTF-8, and it keeps one for itself.
+            is_name = type(name) is str and name != "__metadata__" and (name.isascii() or _as_utf8(name) == name)
+            if not (is_name and isinstance(tensor, torch.Tensor)):
+                raise TypeError(f"`models` must hold tensors by their names, got {name!r} in {model!r}.")
+            index = self._index(tensor)
+            if index in stored:
+                tied[name] = stored[index]
+            else:
+                stored[index], named[name] = name, index
+                self._at.setdefault(index, [file, name])
+        return tied
+
+    def add_leaves(self, leaves: Iterable[Leaf]) -> None:
+        """Add the file of the tensors of trees that no model has, and set the places of all of them in the trees."""
+        named = self.files[STATE] = {}
+        for path, tensor, tagged in leaves:
+            index = self._index(tensor)
+            if index not in self._at:
+                name = given = _as_utf8("/".join(map(str, path)))
+                while name in named:
+                    # The paths of {0: x, "0": y} read alike.
+                    name = f"{given}#{len(named)}"
+                named[name], self._at[index] = index, [STATE, name]
+            tagged["$tensor"] = self._at[index]
+
+    def _index(self, tensor: torch.Tensor) -> int:
         """Return the index of the first tensor that is the same memory."""
         if tensor.layout is not torch.strided or tensor.dtype not in _STORED or tensor.is_meta:
             raise TypeError(
                 f"A snapshot holds dense tensors of {', '.join(DTYPES)}, got {tensor.dtype} of the layout "
                 f"{tensor.layout} and the shape {list(tensor.shape)} on {tensor.device}."
             )
-        at = self._at.setdefault(tensor.data_ptr(), [])
+        at = self._indices.setdefault(tensor.data_ptr(), [])
         # Tensors without elements have no memory that they could share.
         for index in at if tensor.numel() else ():
             if _view(self.tensors[index]) == _view(tensor):
@@ -116,16 +143,6 @@ class _Places:
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-
-
-def _indices(model: str, tensors: Mapping[str, torch.Tensor], places: _Places) -> dict[str, int]:
-    model_file(model)
-    for name, tensor in tensors.items():
-        # Names in a file of safetensors are UTF-8, and it keeps one for itself.
-        is_name = type(name) is str and name != "__metadata__" and (name.isascii() or _as_utf8(name) == name)
-        if not (is_name and isinstance(tensor, torch.Tensor)):
-            raise TypeError(f"`models` must hold tensors by their names, got {name!r} in {model!r}.")
-    return {name: places.index(tensor) for name, tensor in tensors.items()}
 
 
 def _as_utf8(text: str) -> str:
@@ -172,18 +189,29 @@ def write_snapshot(
 
     Raises:
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
-        SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged.
+        SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged, or
+            if the manifest would be too large to be read.
+
+    Determinism: the tensor files depend on the content alone, not on the placement or on addresses.
     """
+    process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     temporary = final.parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
     try:
-        manifest = write_folder(disk, temporary, staged, copies, about)
-        found = _found(disk, final, manifest) if os.path.lexists(final) else None
-        if found is None:
-            _rename(disk, temporary, final, manifest)
-        elif manifest.metrics.keys() <= found.metrics.keys():
-            remove(disk, temporary)
-        else:
-            _replace(disk, temporary, final)
+        disk.create_folder(temporary)
+        raw = _seal(staged, copies, lambda file, pieces: write_file(disk, temporary / file, pieces))
+        write_file(disk, temporary / ABOUT, [json.dumps({**process, **about}).encode()])
+        # What the reader would refuse must not become the newest snapshot.
+        manifest = read_manifest(raw)
+        # Last, so that a manifest vouches only for files that are durable.
+        write_file(disk, temporary / MANIFEST, [raw])
+        disk.sync_folder(temporary)
+        try:
+            disk.rename(temporary, final)
+        except OSError:
+            # The system replaces no folder that has files.
+            if not os.path.lexists(final):
+                raise
+            _settle(disk, temporary, final, manifest)
     except BaseException:
         with suppress(OSError):
             remove(disk, temporary)
@@ -192,34 +220,56 @@ def write_snapshot(
     return manifest
 
 
-def write_folder(
-    disk: Disk, folder: Path, staged: Staged, copies: Sequence[torch.Tensor], about: Mapping[str, Any]
-) -> Manifest:
-    """Write a snapshot into a new folder, and return its manifest when all of it is durable but the folder's name.
+def write_now(disk: Disk, final: Path, content: Content, reasons: Iterable[str], about: Mapping[str, Any]) -> Manifest:
+    """Copy a content and write it as a snapshot, and return its manifest when it is durable.
 
     Args:
         disk: The calls of the operating system.
-        folder: The folder, which must not exist.
-        staged: The snapshot.
-        copies: The copies of its tensors.
+        final: The folder of the snapshot, in one that exists.
+        content: The content.
+        reasons: Why the snapshot is written.
         about: JSON values about the machine and the program, which are in no digest.
 
     Raises:
-        OSError: If a call fails. What was written remains.
-        SnapshotError: If the manifest would be too large to be read.
-
-    Determinism: the tensor files depend on the content alone, not on the placement or on addresses.
+        OSError: As `write_snapshot`.
+        SnapshotError: As `write_snapshot`.
+        TypeError: As `stage`.
     """
-    disk.create_folder(folder)
-    raw = _seal(staged, copies, lambda file, pieces: write_file(disk, folder / file, pieces))
-    process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_file(disk, folder / ABOUT, [json.dumps({**process, **about}).encode()])
-    # What the reader would refuse must not become the newest snapshot.
-    manifest = read_manifest(raw)
-    # Last, so that a manifest vouches only for files that are durable.
-    write_file(disk, folder / MANIFEST, [raw])
-    disk.sync_folder(folder)
-    return manifest
+    staged = stage(content, reasons)
+    return write_snapshot(disk, final, staged, Buffers().copy(staged.tensors), about)
+
+
+def _settle(disk: Disk, temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Decide between a written snapshot and what has its name already, such as that of a rank that was faster."""
+    prefix = TEMPORARY
+    try:
+        found = verify(final)
+    except SnapshotError as error:
+        if not error.damaged:
+            raise
+        prefix = DAMAGED
+    else:
+        if (found.run_id, found.training) != (manifest.run_id, manifest.training):
+            raise SnapshotError(
+                f"{final} holds another snapshot of update {manifest.update}: of the run {found.run_id!r} with the "
+                f"digest {found.training}, and this one is of {manifest.run_id!r} with {manifest.training}.",
+                expected=found.training,
+                found=manifest.training,
+            )
+        # A run that was stopped during an evaluation has not observed its values.
+        if manifest.metrics.keys() <= found.metrics.keys():
+            remove(disk, temporary)
+            return
+    # If the process ends between the two calls, the run resumes from an older snapshot.
+    [aside] = set_aside(disk, [final], prefix)
+    try:
+        disk.rename(temporary, final)
+    except OSError:
+        disk.rename(aside, final)
+        raise
+    if prefix == TEMPORARY:
+        disk.sync_folder(final.parent)
+        remove(disk, aside)
 
 
 def describe(staged: Staged, copies: Sequence[torch.Tensor]) -> Manifest:
@@ -234,14 +284,12 @@ def describe(staged: Staged, copies: Sequence[torch.Tensor]) -> Manifest:
 
 def _seal(staged: Staged, copies: Sequence[torch.Tensor], write: Callable[[str, Pieces], object]) -> bytes:
     """Write the tensor files by a function of their names and pieces, and return the bytes of the manifest."""
-    aliases, files = _names(staged)
     described: dict[str, Any] = {}
-    for file, named in files.items():
-        tensors = {name: copies[index] for name, index in named.items()}
-        infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
-        described[file] = {name: (*infos[name], list[str]()) for name in file_order(infos)}
-        write(file, _pieces(header(infos), tensors, described[file]))
-    return seal({**staged.document, "models": aliases, "files": described})
+    for file, named in staged.files.items():
+        infos = {name: TensorInfo.of(copies[index]) for name, index in named.items()}
+        described[file] = {name: (infos[name].dtype, infos[name].shape, list[str]()) for name in file_order(infos)}
+        write(file, _pieces(header(infos), {name: copies[index] for name, index in named.items()}, described[file]))
+    return seal({**staged.document, "files": described})
 
 
 def _pieces(head: bytes, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> Pieces:
@@ -258,157 +306,3 @@ def _pieces(head: bytes, tensors: Mapping[str, torch.Tensor], described: Mapping
             else:
                 small += block
     yield small
-
-
-def _names(staged: Staged) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, int]]]:
-    """Return the tied names of each model, and the tensors of each file; tell the leaves where their tensors are."""
-    places: dict[int, list[str]] = {}
-    aliases: dict[str, dict[str, str]] = {}
-    files: dict[str, dict[str, int]] = {}
-    for model, indices in staged.models.items():
-        # Each file is complete, also if models share tensors, because it is loaded without the others.
-        file, stored = model_file(model), dict[int, str]()
-        aliases[model], files[file] = {}, {}
-        for name, index in indices.items():
-            if index in stored:
-                aliases[model][name] = stored[index]
-            else:
-                stored[index] = name
-                files[file][name] = index
-                places.setdefault(index, [file, name])
-    rest = files[STATE] = {}
-    for leaf, index in staged.leaves:
-        if index not in places:
-            name = path = _as_utf8("/".join(map(str, leaf.path)))
-            while name in rest:
-                # The paths of {0: x, "0": y} read alike.
-                name = f"{path}#{len(rest)}"
-            rest[name] = index
-            places[index] = [STATE, name]
-        leaf.tagged["$tensor"] = places[index]
-    return aliases, files
-
-
-def write_file(disk: Disk, path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file, and return when its content is durable.
-
-    Args:
-        disk: The calls of the operating system.
-        path: The file, which must not exist.
-        pieces: The content.
-    """
-    descriptor = disk.create_file(path)
-    try:
-        for piece in pieces:
-            disk.write(descriptor, memoryview(piece))
-        # By the descriptor that wrote: another one might not see an error of writing back. After an error the attempt
-        # is over, because the system marks the pages as written, and a second call would succeed.
-        disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
-
-
-def _rename(disk: Disk, temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Rename a written snapshot, unless another rank that survives was faster."""
-    try:
-        disk.rename(temporary, final)
-    except OSError:
-        if not (os.path.lexists(final) and _found(disk, final, manifest)):
-            raise
-        remove(disk, temporary)
-
-
-def _replace(disk: Disk, temporary: Path, final: Path) -> None:
-    """Replace a snapshot of a run that was stopped during an evaluation, and has not observed its values."""
-    aside = temporary.with_name(f"{temporary.name}-old")
-    # A folder cannot replace another one in a single call. If the process ends between the two, the run resumes from
-    # an older snapshot.
-    disk.rename(final, aside)
-    try:
-        disk.rename(temporary, final)
-    except OSError:
-        disk.rename(aside, final)
-        raise
-    disk.sync_folder(final.parent)
-    remove(disk, aside)
-
-
-def _found(disk: Disk, final: Path, manifest: Manifest) -> Manifest | None:
-    """Return the manifest of the same snapshot in a folder. If what it holds is damaged, rename it."""
-    try:
-        found = verify(final)
-    except SnapshotError as error:
-        if not error.damaged:
-            raise
-        set_aside(disk, [final], DAMAGED)
-        return None
-    if (found.run_id, found.training) != (manifest.run_id, manifest.training):
-        raise SnapshotError(
-            f"{final} holds another snapshot of update {manifest.update}: of the run {found.run_id!r} with the digest "
-            f"{found.training}, and this one is of {manifest.run_id!r} with {manifest.training}.",
-            expected=found.training,
-            found=manifest.training,
-        )
-    return found
-
-
-def set_aside(disk: Disk, folders: Iterable[Path], prefix: str) -> list[Path]:
-    """Rename snapshots durably, and return their new names.
-
-    Args:
-        disk: The calls of the operating system.
-        folders: The folders, all in one folder.
-        prefix: What the new names begin with.
-
-    Raises:
-        OSError: If a call fails.
-    """
-    renamed = []
-    for folder in folders:
-        renamed.append(folder.with_name(f"{prefix}{folder.name}-{secrets.token_hex(4)}"))
-        disk.rename(folder, renamed[-1])
-    if renamed:
-        disk.sync_folder(renamed[0].parent)
-    return renamed
-
-
-def remove_durably(disk: Disk, folder: Path) -> None:
-    """Remove a snapshot so that at no time a part of it has the name of a snapshot.
-
-    Args:
-        disk: The calls of the operating system.
-        folder: The folder.
-
-    Raises:
-        OSError: If a call fails.
-        SnapshotError: If it is a link or anything else that is no folder.
-    """
-    if _is_folder(folder):
-        # Files that are removed from a folder with its name might be gone after a power failure, and the name not.
-        for renamed in set_aside(disk, [folder], TEMPORARY):
-            remove(disk, renamed)
-
-
-def remove(disk: Disk, folder: Path) -> None:
-    """Remove a folder with its files, the manifest first.
-
-    Raises:
-        OSError: If a call fails.
-        SnapshotError: If it is a link, which may lead to files of others, or anything else that is no folder.
-    """
-    if _is_folder(folder):
-        for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
-            disk.remove_file(path)
-        disk.remove_folder(folder)
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether there is a folder.
-
-    Raises:
-        SnapshotError: If there is a link or anything else that is no folder.
-    """
-    kind = kind_of(path)
-    if kind not in {"", "a folder"}:
-        raise SnapshotError(f"{path} must be a folder, got {kind}. It is left as it is; remove it yourself.")
-    return bool(kind)

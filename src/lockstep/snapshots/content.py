@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import torch
-
 FOLDER: Final = "snapshots"
 MANIFEST: Final = "snapshot.json"
 STATE: Final = "state.safetensors"
@@ -70,7 +68,7 @@ class Content:
     parent: Parent | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     kernel_class: Mapping[str, Any] = field(default_factory=dict)
-    models: Mapping[str, Mapping[str, torch.Tensor]]
+    models: Mapping[str, Mapping[str, Any]]
     state: Any = None
     surroundings: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)

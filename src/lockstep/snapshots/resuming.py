@@ -1,63 +1,23 @@
-"""Find a snapshot, the same one on all ranks, check that it fits, and prepare its state for loading.
-
-`save` and `restore` do this for a loop of your own.
-"""
+"""Find the snapshot to resume from, the same one on all ranks, and save and restore for a loop of your own."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.communicators import Communicator, kernel_class
+from lockstep.communicators import Communicator
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
-from lockstep.snapshots.collect import Collector
-from lockstep.snapshots.commit import Buffers, stage, write_snapshot
-from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
-from lockstep.snapshots.disk import Disk
-from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.commit import write_now
+from lockstep.snapshots.disk import Disk, snapshots_in
 from lockstep.snapshots.manifest import read_manifest
-from lockstep.snapshots.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.updater_state import Collector, Resumption, fitting, prepare
 from lockstep.updaters import Updater
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A snapshot that a run resumes from, and the state to load.
-
-    Attributes:
-        path: The folder of the snapshot.
-        run_id: The name of the run that wrote it.
-        update: The update after which it was written.
-        parent: The snapshot from which that run was resumed.
-        accepted: The names of the fields of the recipe that differ.
-        same_kernels: Whether this process has the kernels of the snapshot.
-        same_run: Whether the run continues in the folder of the snapshot, under the same name.
-        updater: The state for the updater.
-        surroundings: The state for the trainer; None if the snapshot was saved without one.
-    """
-
-    path: Path
-    run_id: str
-    update: int
-    parent: Parent | None
-    accepted: tuple[str, ...]
-    same_kernels: bool
-    same_run: bool
-    updater: dict[str, Any] = field(repr=False)
-    surroundings: dict[str, Any] | None = field(repr=False)
-
-    @property
-    def source(self) -> Parent:
-        """The snapshot, as snapshots of a run that continues from it name it."""
-        return Parent(self.run_id, self.update)
 
 
 def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "resume") -> Snapshot | None:
@@ -75,53 +35,14 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     """
 
     def read() -> Snapshot | None:
-        path = out if source == "auto" else Path(source)
-        folder = snapshots_in(path)
-        if folder is None:
-            return None if source == "auto" else load(path)
-        newest = newest_whole(path)
-        aside = sorted(each.name for each in folder.iterdir() if each.name.startswith((DAMAGED, UNVERIFIED)))
-        if newest is None and aside:
-            # They were renamed by an earlier attempt, which must not make the next one start anew.
-            raise SnapshotError(f"No snapshot in {folder} is whole: {', '.join(aside)}. Remove them to start anew.")
-        return newest
+        if source != "auto" and snapshots_in(Path(source)) is None:
+            return load(source)
+        return newest_whole(out if source == "auto" else source)
 
     found = _agree(updater.communicator, read)
     if found is None and source != "auto":
         raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.")
     return found
-
-
-def prepare(
-    updater: Updater, snapshot: Snapshot, accept: Collection[str] = (), *, same_run: bool = False
-) -> Resumption:
-    """Check that a snapshot fits an updater, and return the state to load. Nothing of the updater changes.
-
-    Args:
-        updater: The updater that is to continue.
-        snapshot: The snapshot.
-        accept: The names of fields of the recipe that may differ. The run continues with its own values of them.
-        same_run: Whether the run continues in the folder of the snapshot.
-
-    Raises:
-        StateError: If other fields differ.
-        ValueError: If `accept` names something that is no field.
-    """
-    changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
-    with fitting(snapshot.path):
-        state = updater_state(snapshot, updater, changes)
-    check_program(snapshot.path, read_program(snapshot.path), describe_program())
-    return Resumption(
-        path=snapshot.path,
-        run_id=snapshot.manifest.run_id,
-        update=snapshot.update,
-        parent=snapshot.manifest.parent,
-        accepted=tuple(each.name for each in changes),
-        same_run=same_run,
-        same_kernels=check_kernels(snapshot.path, snapshot.manifest.kernel_class, kernel_class(updater.devices)),
-        updater=state,
-        surroundings=snapshot.surroundings(),
-    )
 
 
 def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> Snapshot | None:
@@ -146,33 +67,28 @@ def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> S
     if communicator.rank != 0:
         own, report = _try(read)
     found = [json.loads(each) for each in communicator.exchange(report.encode())]
-    newest = max((each["update"] for each in found if each["error"] is None), default=-1)
-    errors = [f"Rank {rank}: {each['error']}" for rank, each in enumerate(found) if each["error"] is not None]
+    newest = max(update for update, _, _ in found)
+    errors = [f"Rank {rank}: {error}" for rank, (_, _, error) in enumerate(found) if error is not None]
     if newest < 0:
         if errors:
             raise SnapshotError(" ".join(errors))
         return None
-    owner = next(rank for rank, each in enumerate(found) if each["update"] == newest)
-    if all(each["digest"] == found[owner]["digest"] for each in found):
+    owner = next(rank for rank, (update, _, _) in enumerate(found) if update == newest)
+    if all(digest == found[owner][1] for _, digest, _ in found):
         return own
     return _send(communicator, own, owner)
 
 
 def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
-    """Read a snapshot, and describe it for the other ranks."""
-    error = None
-    snapshot = None
+    """Read a snapshot, and describe it for the other ranks by its update, its digest and the error."""
+    snapshot, error = None, None
     try:
         snapshot = read()
     except (SnapshotError, OSError) as raised:
         # The other ranks are waiting for this rank's report, and raise if none of them has a snapshot.
         error = str(raised)
-    described = {
-        "update": -1 if snapshot is None else snapshot.update,
-        "digest": "" if snapshot is None else snapshot.manifest.run,
-        "error": error,
-    }
-    return snapshot, json.dumps(described)
+    known = (-1, "") if snapshot is None else (snapshot.update, snapshot.manifest.run)
+    return snapshot, json.dumps([*known, error])
 
 
 def _send(communicator: Communicator, own: Snapshot | None, owner: int) -> Snapshot:
@@ -245,7 +161,7 @@ def save(updater: Updater, path: str | Path) -> None:
         raise
     finally:
         # Also after an error: the other ranks are waiting, and must not take the snapshot for durable.
-        errors = communicator.exchange(error.encode()) if communicator.size > 1 else [b""]
+        errors = communicator.exchange(error.encode())
     if errors[0]:
         raise SnapshotError(f"Rank 0 could not save a snapshot: {errors[0].decode()}")
 
@@ -256,8 +172,7 @@ def _save(updater: Updater, target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = stage(content, ["saved by a call"])
-    write_snapshot(Disk(), target, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
+    write_now(Disk(), target, content, ["saved by a call"], {PROGRAM: describe_program()})
 
 
 def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) -> Resumption:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import warnings
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +17,11 @@ from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import kind_of
-from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, update_of
-from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
-from lockstep.snapshots.manifest import LIMITS, Manifest, StoredTensor, read_manifest, with_tensors
-from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
+from lockstep.snapshots.disk import Disk, opened, read_file, set_aside, snapshots_in
+from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
+from lockstep.snapshots.tensor_file import TensorInfo, blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.tree import decode
 
 _MARK_BYTES: Final = 1000
 
@@ -71,7 +72,8 @@ class Snapshot:
         """Return the parameters and persistent buffers of a model by their bare names, tied ones included."""
         if name not in self.manifest.models:
             raise SnapshotError(f"The snapshot {self.path} has the models {list(self.manifest.models)}, got {name!r}.")
-        return {each: self._tensor(stored) for each, stored in self.manifest.models[name].items()}
+        stored = self._files[model_file(name)]
+        return {**stored, **{tied: stored[each] for tied, each in self.manifest.tied[name].items()}}
 
     def models(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors of all models by the name of the model."""
@@ -79,11 +81,11 @@ class Snapshot:
 
     def state(self) -> Any:
         """Return the tree of the state that the determinism guarantee covers."""
-        return with_tensors(self.manifest.state, self._tensor)
+        return self._tree("state")
 
     def surroundings(self) -> Any:
         """Return the tree of what belongs to the run but not to its result."""
-        return with_tensors(self.manifest.surroundings, self._tensor)
+        return self._tree("surroundings")
 
     def check(self) -> None:
         """Check that the tensors are those of the manifest.
@@ -99,8 +101,12 @@ class Snapshot:
                 for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
                     _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
 
-    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
-        return self._files[stored.file][stored.name]
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return dict(json.loads(self.manifest.raw))
+
+    def _tree(self, name: str) -> Any:
+        return decode(self._document[name], lambda place: self._files[place[0]][place[1]], DEPTH)
 
 
 class Found(NamedTuple):
@@ -148,7 +154,7 @@ def read_program(path: Path) -> dict[str, Any]:
     if not kind_of(path / ABOUT):
         return {}
     try:
-        return dict(json.loads(read_file(path, ABOUT, LIMITS.manifest_bytes)).get(PROGRAM, {}))
+        return dict(json.loads(read_file(path, ABOUT, MANIFEST_BYTES)).get(PROGRAM, {}))
     except (SnapshotError, AttributeError, RecursionError, TypeError, ValueError) as error:
         # The snapshot is whole without this file.
         message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
@@ -220,17 +226,22 @@ def newest_whole(out: str | Path) -> Snapshot | None:
             return snapshot
     if problems:
         raise SnapshotError(f"No snapshot in {Path(out)} is whole: {' '.join(problems)}")
+    folder = snapshots_in(Path(out))
+    names = sorted(path.name for path in folder.iterdir()) if folder else []
+    aside = [name for name in names if name.startswith((DAMAGED, UNVERIFIED))]
+    if aside:
+        # They were renamed by an earlier attempt, which must not make the next one start anew.
+        raise SnapshotError(f"No snapshot in {folder} is whole: {', '.join(aside)}. Remove them to start anew.")
     return None
 
 
 def _set_aside(path: Path) -> str:
     """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
-    new = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
     try:
-        path.rename(new)
+        [renamed] = set_aside(Disk(), [path], DAMAGED)
     except OSError as error:
         return f" and could not be renamed ({error.strerror})"
-    return f" and is now named {new.name}"
+    return f" and is now named {renamed.name}"
 
 
 def _folders(out: Path) -> list[tuple[int, Path]]:
@@ -241,7 +252,7 @@ def _folders(out: Path) -> list[tuple[int, Path]]:
 
 
 def _manifest(path: Path) -> Manifest:
-    return read_manifest(read_file(path, MANIFEST, LIMITS.manifest_bytes))
+    return read_manifest(read_file(path, MANIFEST, MANIFEST_BYTES))
 
 
 def _check_name(manifest: Manifest, update: int) -> None:
@@ -258,22 +269,21 @@ def _ranks(path: Path, manifest: Manifest) -> int:
         return 0
 
 
-def _read_tensors(folder: Path, name: str, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path, name: str, entries: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
     """Read a tensor file into tensors, whose bytes are still to be verified."""
-    infos = {each: stored.info for each, stored in entries.items()}
-    head = header(infos)
-    size = len(head) + sum(info.bytes for info in infos.values())
-    with opened(folder, name) as descriptor:
+    head = header(entries)
+    size = len(head) + sum(info.bytes for info in entries.values())
+    with opened(folder, name) as file:
         # Before anything is allocated by the word of the manifest.
-        if os.fstat(descriptor).st_size != size:
-            got = os.fstat(descriptor).st_size
+        got = os.fstat(file.fileno()).st_size
+        if got != size:
             raise SnapshotError(f"{folder / name} must have {size} bytes, got {got}.", file=name)
-        found = bytearray(len(head))
-        read_into(descriptor, found, str(folder / name))
+        found = file.read(len(head))
         _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
+        # A file that is cut meanwhile leaves other bytes than those that the manifest has hashes of.
         tensors = {each: stored.empty() for each, stored in entries.items()}
-        for each in file_order(infos):
-            read_into(descriptor, memory_of(tensors[each]), str(folder / name))
+        for each in file_order(entries):
+            file.readinto(memory_of(tensors[each]))
     return {each: swapped(tensor) for each, tensor in tensors.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lockstep.digest import BLOCK, little_endian
+from lockstep.digest import BLOCK, TensorDigest, join_blocks, little_endian
 
 DTYPES: Final = {
     # In the order of the library: larger elements first, so that every tensor is aligned.
@@ -45,15 +45,17 @@ _ORDER: Final = {name: index for index, name in enumerate(DTYPES)}
 
 
 class TensorInfo(NamedTuple):
-    """The dtype and the shape of a tensor.
+    """The dtype and the shape of a tensor, and the hashes of its blocks where they are known.
 
     Attributes:
         dtype: The dtype without "torch.".
         shape: The sizes of the dimensions.
+        hashes: The SHA-256 of each of its blocks. Format 1 has a single one for all of them.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    hashes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -66,10 +68,19 @@ class TensorInfo(NamedTuple):
         """The number of blocks that are hashed, at least 1."""
         return max(1, -(-self.bytes // BLOCK))
 
+    @property
+    def digest(self) -> TensorDigest:
+        """What stands for the tensor in a digest."""
+        return TensorDigest(self.dtype, self.shape, join_blocks(self.hashes))
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
         """Return the dtype and the shape of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def empty(self) -> torch.Tensor:
+        """Return memory for the tensor."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
 
 
 def file_order(tensors: Mapping[str, TensorInfo]) -> list[str]:

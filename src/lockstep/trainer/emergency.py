@@ -45,24 +45,21 @@ def any_rank(updater: Updater, holds: bool) -> bool:
     return b"1" in updater.communicator.exchange(b"1" if holds else b"0")
 
 
-def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> None:
+def write_emergency(trainer: Trainer, collector: snapshots.Collector, about: dict[str, Any]) -> None:
     """Write the state of the last finished update on a rank that writes no other snapshots.
 
     Args:
         trainer: The trainer, whose run ends because another rank is lost.
-        run_id: The name of the run.
+        collector: Collects the state of its updater.
         about: JSON values about the machine.
     """
-    updater, source = trainer.updater, trainer.resumption
+    updater = trainer.updater
     if updater.iteration == 0 or updater.shares_state:
         return
     # Also after no update of its own: the machine that had the snapshot and sent it may be the one that is lost.
-    parent = None if source is None else source.source
     reason = f"emergency snapshot of rank {updater.communicator.rank}"
     try:
-        content = snapshots.Collector(updater, run_id=run_id, parent=parent).collect(
-            surroundings=trainer.surroundings()
-        )
+        content = collector.collect(surroundings=trainer.surroundings())
         snapshots.write_beside(trainer.out, content, reasons=[reason], about=about)
     except (OSError, SnapshotError) as failure:
         # The loss of the rank stays the error that ends this process.

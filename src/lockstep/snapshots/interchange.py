@@ -1,25 +1,149 @@
-"""Load checkpoints of plain PyTorch training, Lightning and Accelerate into an updater.
+"""Write snapshots for other programs, and load checkpoints of plain PyTorch training, Lightning and Accelerate.
 
-You load the files, because they are pickles: ``torch.load(path, weights_only=True)``. These functions take what was in
-them.
+You load the files of checkpoints, because they are pickles: ``torch.load(path, weights_only=True)``. The functions that
+import take what was in them.
 """
 
 from __future__ import annotations
 
+import copy
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lockstep.errors import StateError, printable
+from lockstep.errors import SnapshotError, StateError, printable
+from lockstep.snapshots.content import model_file
+from lockstep.snapshots.disk import snapshots_in
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.updater_state import fitting
 from lockstep.updaters import MAIN, Updater
 
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+SCALER: Final = {
+    "factor": "scale",
+    "growth": "growth_factor",
+    "backoff": "backoff_factor",
+    "interval": "growth_interval",
+    "finite_updates": "_growth_tracker",
+}
+"""What a loss scale that moves has in its state, with the names in that of a `torch.amp.GradScaler`."""
 WRAPPERS: Final = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of modules add to names, at any place."""
 LISTED: Final = 20
 """The number of names of a kind that a table lists."""
+
+
+def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
+    """Write a snapshot as a checkpoint that a plain training loop loads with ``torch.load(path, weights_only=True)``.
+
+    The checkpoint is a dict with the state dicts ``model``, ``optimizer``, and, where the run has them, ``scheduler``
+    and ``scaler`` (that of a `torch.amp.GradScaler`), and with the numbers ``epoch`` and
+    ``iteration``. If there are several models, optimizers or schedulers, each entry is a dict of state dicts by name.
+    ``master_weights`` has the float32 weights of an optimizer whose model is held in half precision.
+
+    Args:
+        source: The folder of a snapshot, or of a run, of which the newest whole snapshot is used.
+        path: The file to write, which must not exist.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        FileExistsError: If the file exists.
+        SnapshotError: If there is no whole snapshot.
+
+    Determinism: with one shard per batch and no accumulation, the same updates in bare PyTorch, on the same batches and
+    with the same random numbers, have the bits of the run.
+    """
+    snapshot = _read(source)
+    with fitting(snapshot.path):
+        checkpoint = _checkpoint(snapshot)
+    # "x" refuses a file that exists, at the same moment as it creates the new one.
+    with Path(path).open("xb") as file:
+        torch.save(checkpoint, file)
+    return checkpoint
+
+
+def export_hf(source: str | Path, path: str | Path, *, config: Any = None, model: str = MAIN) -> Path:
+    """Write the weights of a snapshot into a folder that ``from_pretrained`` of transformers reads.
+
+    Args:
+        source: The folder of a snapshot, or of a run, of which the newest whole snapshot is used.
+        path: The folder to write, which must not have a ``model.safetensors``.
+        config: The configuration of the model: an object with ``save_pretrained``, such as a model of transformers or
+            its ``config``; or the path of a ``config.json`` or of its folder. With None only the weights are written.
+        model: The name of the model.
+
+    Returns:
+        The file of the weights.
+
+    Raises:
+        FileExistsError: If there are weights in the folder.
+        FileNotFoundError: If there is no configuration at the path.
+        KeyError: If the snapshot has no model of this name.
+        SnapshotError: If there is no whole snapshot.
+    """
+    snapshot = _read(source)
+    models = snapshot.manifest.models
+    if model not in models:
+        raise KeyError(f"`model` must be one of {sorted(models)}, got {model!r}.")
+    folder = Path(path)
+    target = folder / WEIGHTS
+    if target.exists():
+        raise FileExistsError(f"`path` must not hold weights already, got {target}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        _write_config(config, folder)
+    # The file of a snapshot is what transformers reads: bare names, tied weights once, and its mark in the header.
+    shutil.copyfile(snapshot.path / model_file(model), target)
+    return target
+
+
+def _write_config(config: Any, folder: Path) -> None:
+    """Write the configuration of a model, but not its weights."""
+    if isinstance(config, str | Path):
+        given = Path(config)
+        shutil.copyfile(given / CONFIG if given.is_dir() else given, folder / CONFIG)
+        return
+    # A model has its configuration; its own `save_pretrained` would also write the weights that it has now.
+    config = getattr(config, "config", config)
+    if not hasattr(config, "save_pretrained"):
+        raise TypeError(f"`config` must have `save_pretrained` or be a path, got a {type(config).__name__}.")
+    config.save_pretrained(folder)
+
+
+def _read(source: str | Path) -> Snapshot:
+    """Read a snapshot, or the newest whole one of a run."""
+    snapshot = load(source) if snapshots_in(Path(source)) is None else newest_whole(source)
+    if snapshot is None:
+        raise SnapshotError(f"`source` must be a snapshot or a run that has one, got {source}.")
+    return snapshot
+
+
+def _checkpoint(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the checkpoint of a plain training loop."""
+    state: dict[str, Any] = snapshot.state()
+    models = {name: {**tensors, **state["models"].get(name, {})} for name, tensors in snapshot.models().items()}
+    saved, scale = state.get("optimizers", {}), state.get("loss_scale", {})
+    found = {
+        "model": _single(models),
+        "optimizer": _single({name: each.get("optimizer", each) for name, each in saved.items()}),
+        "master_weights": _single({name: each["masters"] for name, each in saved.items() if "masters" in each}),
+        "scheduler": _single(state.get("schedulers", {})),
+        "scaler": {theirs: scale[own] for own, theirs in SCALER.items()} if SCALER.keys() <= scale.keys() else {},
+    }
+    checkpoint = {name: each for name, each in found.items() if each}
+    return {**checkpoint, "epoch": snapshot.epoch, "iteration": snapshot.update}
+
+
+def _single(named: Mapping[str, Any]) -> Any:
+    return named[MAIN] if set(named) == {MAIN} else dict(named)
 
 
 @dataclass
@@ -76,7 +200,7 @@ def bare(name: str) -> str:
     return name
 
 
-def match_tensors(own: Mapping[str, Any], theirs: Mapping[str, Any], found: Matches) -> dict[str, Any]:
+def match_tensors(own: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> dict[str, Any]:
     """Return a state dict of a model with the values of a checkpoint where they fit.
 
     Args:
@@ -86,7 +210,8 @@ def match_tensors(own: Mapping[str, Any], theirs: Mapping[str, Any], found: Matc
     """
     # A model may itself have a part with the name of a wrapper, so exact names come first.
     by_name = {name if name in own else bare(name): name for name in theirs}
-    result = dict(own)
+    # With the versions of the modules, which the state dict of a model has as an attribute.
+    result = copy.copy(own)
     for name, value in own.items():
         if name not in by_name:
             found.missing.append(name)
@@ -95,10 +220,10 @@ def match_tensors(own: Mapping[str, Any], theirs: Mapping[str, Any], found: Matc
         if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
             if given.shape != value.shape:
                 found.unfit[name] = f"shape {list(given.shape)} instead of {list(value.shape)}"
-                continue
-            if given.dtype != value.dtype:
+            elif given.dtype != value.dtype:
                 found.unfit[name] = f"{given.dtype} instead of {value.dtype}"
-                continue
+        if name in found.unfit:
+            continue
         result[name] = given
         found.loaded[name] = by_name[name]
     found.unknown += [by_name[name] for name in by_name if name not in own]
@@ -224,7 +349,7 @@ def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool, unknown:
     return found
 
 
-def _model(updater: Updater, own: Mapping[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> Any:
+def _model(updater: Updater, own: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> Any:
     if theirs is None:
         found.missing.append("model")
         return own
@@ -238,10 +363,7 @@ def _model(updater: Updater, own: Mapping[str, Any], theirs: Mapping[str, Any] |
         there = next((name for name in names if name in given), None)
         if there is not None:
             given.update({name: given[there] for name in names if name not in given})
-    merged = match_tensors(own, given, found)
-    result = own.copy()  # type: ignore[attr-defined]  # an OrderedDict with the versions of the modules
-    result.update(merged)
-    return result
+    return match_tensors(own, given, found)
 
 
 def _optimizer(updater: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:
@@ -255,21 +377,15 @@ def _optimizer(updater: Updater, state: dict[str, Any], theirs: Mapping[str, Any
     if sizes[0] != sizes[1]:
         found.unfit["optimizer"] = f"groups of {sizes[0]} parameters instead of {sizes[1]}"
         return
-    replaced = {"state": dict(theirs["state"]), "param_groups": _groups(theirs["param_groups"], own["param_groups"])}
+    pairs = list(zip(own["param_groups"], theirs["param_groups"], strict=True))
+    groups = [{**before, **group, "params": before["params"]} for before, group in pairs]
     found.loaded["optimizer"] = "optimizer"
-    for group, before in zip(theirs["param_groups"], own["param_groups"], strict=True):
-        found.missing += [f"optimizer.{option}" for option in before.keys() - group.keys()]
-    if "optimizer" in holder:
-        holder["optimizer"] = replaced
+    found.missing += [f"optimizer.{option}" for before, group in pairs for option in before.keys() - group.keys()]
+    own.clear()
+    own.update(state=dict(theirs["state"]), param_groups=groups)
+    if "masters" in holder:
         found.notes.append("master weights: they start from the weights of the model")
         holder["masters"] = _masters(updater, state, holder["masters"])
-    else:
-        state["optimizers"][MAIN] = replaced
-
-
-def _groups(theirs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of a checkpoint, completed by options that it lacks."""
-    return [{**before, **group, "params": before["params"]} for group, before in zip(theirs, own, strict=True)]
 
 
 def _masters(updater: Updater, state: Mapping[str, Any], masters: Mapping[int, torch.Tensor]) -> dict[int, Any]:
@@ -282,37 +398,27 @@ def _masters(updater: Updater, state: Mapping[str, Any], masters: Mapping[int, t
 
 
 def _scheduler(state: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> None:
-    if MAIN in state["schedulers"]:
-        own = state["schedulers"][MAIN]
-        if theirs is None:
-            found.missing.append("scheduler")
-            return
-        found.missing += [f"scheduler.{name}" for name in own.keys() - theirs.keys()]
-        found.unknown += [f"scheduler.{name}" for name in theirs.keys() - own.keys()]
-        state["schedulers"][MAIN] = {**own, **{name: value for name, value in theirs.items() if name in own}}
-        found.loaded["scheduler"] = "scheduler"
+    own = state["schedulers"].get(MAIN)
+    if own is None or theirs is None:
+        found.missing += ["scheduler"] if own is not None else []
+        found.unknown += ["scheduler"] if theirs is not None else []
         return
-    if theirs is not None:
-        found.unknown.append("scheduler")
+    found.missing += [f"scheduler.{name}" for name in own.keys() - theirs.keys()]
+    found.unknown += [f"scheduler.{name}" for name in theirs.keys() - own.keys()]
+    state["schedulers"][MAIN] = {**own, **{name: value for name, value in theirs.items() if name in own}}
+    found.loaded["scheduler"] = "scheduler"
 
 
 def _scaler(state: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> None:
     own = state["loss_scale"]
-    moves = {"growth", "backoff", "interval", "finite_updates"} <= own.keys()
+    moves = SCALER.keys() <= own.keys()
     if not theirs:
         found.missing += ["scaler"] if moves else []
-        return
-    if not moves or not _is_scaler(theirs):
+    elif moves and _is_scaler(theirs):
+        own.update({name: theirs[each] for name, each in SCALER.items()}, factor=float(theirs["scale"]))
+        found.loaded["scaler"] = "scaler"
+    else:
         found.unknown.append("scaler")
-        return
-    own.update(
-        factor=float(theirs["scale"]),
-        growth=theirs["growth_factor"],
-        backoff=theirs["backoff_factor"],
-        interval=theirs["growth_interval"],
-        finite_updates=theirs["_growth_tracker"],
-    )
-    found.loaded["scaler"] = "scaler"
 
 
 def _is_scaler(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Compare the recipe of a snapshot with that of an updater, and load its state into it."""
+"""Collect what a snapshot holds of an updater, compare its recipe with that of another one, and load it there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,17 +14,98 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.communicators import kernel_class
 from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable
-from lockstep.snapshots.collect import USUAL_METADATA
-from lockstep.snapshots.snapshot import Snapshot
+from lockstep.program import describe_program
+from lockstep.snapshots.content import Content, Parent
+from lockstep.snapshots.snapshot import Snapshot, read_program
 from lockstep.strides import laid_out_for
 from lockstep.updaters import CODE, MAIN, UNKNOWN_SHAPE, Updater
 
+USUAL_METADATA = {"version": 1}
+"""What PyTorch stores for a module that does not say otherwise. Only other metadata is part of a snapshot."""
 MISSING: Final = "nothing"
 """The value that a message shows for a field that one side does not have."""
 
 LISTED: Final = 20
 """The number of fields that a message lists with their values. All of them are attributes of the error."""
+
+
+class Collector:
+    """Collects the content of the snapshots of one run.
+
+    Args:
+        updater: The updater of the run.
+        run_id: The name of the run.
+        parent: The snapshot from which the run was resumed.
+    """
+
+    def __init__(self, updater: Updater, *, run_id: str, parent: Parent | None = None) -> None:
+        self._updater = updater
+        self._run_id, self._parent = run_id, parent
+        # Read once: it takes longer than a copy of a small model.
+        self._kernel_class = kernel_class(updater.devices)
+        self._recipe: dict[str, Any] | None = None
+
+    def conditions(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of the recipe and the kernel class of the run."""
+        # After the first update, because lazy parameters have no shape before it.
+        if self._recipe is None or self._updater.iteration == 0:
+            self._recipe = self._updater.recipe_fields()
+        return self._recipe, self._kernel_class
+
+    def collect(self, *, surroundings: Any = None, metrics: Mapping[str, float] | None = None) -> Content:
+        """Return the content of a snapshot of now, whose tensors are those that are being trained.
+
+        Args:
+            surroundings: The state of what belongs to the run but not to its result.
+            metrics: Numbers that describe the snapshot.
+        """
+        recipe, kernels = self.conditions()
+        updater = self._updater
+        models, state = _split(updater.live_state())
+        return Content(
+            progress={
+                "update": updater.iteration,
+                "applied": state.get("applied_updates"),
+                "epoch": updater.epoch,
+                "epoch_detail": updater.epoch_detail,
+                "samples": updater.samples_passed,
+            },
+            run_id=self._run_id,
+            parent=self._parent,
+            recipe=recipe,
+            kernel_class=kernels,
+            models=models,
+            state=state,
+            surroundings=surroundings,
+            metrics=metrics or {},
+        )
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Split the state of an updater into the tensors of its models and the rest."""
+    models: dict[str, dict[str, torch.Tensor]] = {}
+    rest, metadata = {}, {}
+    for name, values in state.get("models", {}).items():
+        tensors = {each: value for each, value in values.items() if isinstance(value, torch.Tensor)}
+        # Extra state of modules, and None for parameters without a shape.
+        others = {each: value for each, value in values.items() if each not in tensors}
+        models[name], rest[name] = tensors, others
+        about = getattr(values, "_metadata", None) or {}
+        metadata[name] = {path: dict(each) for path, each in about.items() if each != USUAL_METADATA}
+    optimizers = {name: _in_order(each) for name, each in state.get("optimizers", {}).items()}
+    replaced = {"models": rest, "optimizers": optimizers} if models else {}
+    return models, {**state, **replaced, "metadata": metadata}
+
+
+def _in_order(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sort the state of an optimizer by parameters: threads may have created its entries in any order."""
+    if "masters" in state and "optimizer" in state:
+        return {**state, "optimizer": _in_order(state["optimizer"])}
+    if "state" not in state or not all(type(index) is int for index in state["state"]):
+        return state
+    return {**state, "state": {index: state["state"][index] for index in sorted(state["state"])}}
 
 
 class Change(NamedTuple):
@@ -41,6 +123,38 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         return f"{printable(self.name)} is {self.own!r} here and {self.saved!r} in the snapshot"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A snapshot that a run resumes from, and the state to load.
+
+    Attributes:
+        path: The folder of the snapshot.
+        run_id: The name of the run that wrote it.
+        update: The update after which it was written.
+        parent: The snapshot from which that run was resumed.
+        accepted: The names of the fields of the recipe that differ.
+        same_kernels: Whether this process has the kernels of the snapshot.
+        same_run: Whether the run continues in the folder of the snapshot, under the same name.
+        updater: The state for the updater.
+        surroundings: The state for the trainer; None if the snapshot was saved without one.
+    """
+
+    path: Path
+    run_id: str
+    update: int
+    parent: Parent | None
+    accepted: tuple[str, ...]
+    same_kernels: bool
+    same_run: bool
+    updater: dict[str, Any] = field(repr=False)
+    surroundings: dict[str, Any] | None = field(repr=False)
+
+    @property
+    def source(self) -> Parent:
+        """The snapshot, as snapshots of a run that continues from it name it."""
+        return Parent(self.run_id, self.update)
 
 
 def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], accept: Collection[str]) -> list[Change]:
@@ -67,10 +181,10 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
         given = f"the text {accept!r}. Pass ({accept!r},)" if isinstance(accept, str) else f"{accept!r}"
         raise ValueError(f"`accept` must be a collection of fields of the recipe, got {given}. Fields: {listed}.")
     changes = compare_fields(saved, own)
-    accept = {name for name in accept if not _is_shape(Change(name, None, None))}
+    accept = {name for name in accept if not _is_shape(name)}
     refused = [each for each in changes if each.name not in accept and not _is_minor(each)]
     if refused:
-        if any(_is_shape(each) for each in refused):
+        if any(_is_shape(each.name) for each in refused):
             raise StateError(
                 f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
                 "Restore it. `accept` cannot help, because the weights do not fit. To start a new run from those that "
@@ -81,57 +195,18 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
             f"Cannot resume from {path}: the result depends on fields that differ. {_listed(refused)}. Restore them, "
             f"or continue with the values of this run by accept=({names})."
         )
-    minor = [each for each in changes if each.name not in accept]
-    if minor:
-        warnings.warn(f"Resuming from {path}, although {_listed(minor)}.", DeterminismWarning, stacklevel=2)
+    _warn([each for each in changes if each.name not in accept], f"Resuming from {path}, although ", ".")
     return [each for each in changes if each.name in accept]
 
 
-def _is_shape(change: Change) -> bool:
+def _is_shape(name: str) -> bool:
     """Return whether a field says which weights there are, without which a state cannot be loaded."""
-    return change.name.endswith("num_parameters") or ".model." in f".{change.name}"
+    return name.endswith("num_parameters") or ".model." in f".{name}"
 
 
-def check_kernels(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Compare the kernel class of a run with that of a snapshot, and warn if they differ.
-
-    Args:
-        path: The folder of the snapshot.
-        saved: The kernel class of the snapshot.
-        own: The kernel class of this run.
-
-    Returns:
-        Whether they are equal.
-    """
-    changes = compare_fields(saved, own)
+def _warn(changes: list[Change], before: str, after: str) -> None:
     if changes:
-        warnings.warn(
-            f"Resuming from {path} with kernels that may round differently: {_listed(changes)}. The determinism "
-            "guarantee is suspended: the result need not be that of an uninterrupted run.",
-            DeterminismWarning,
-            stacklevel=2,
-        )
-    return not changes
-
-
-def check_program(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare the program of a run with the one that wrote a snapshot, and warn if they differ.
-
-    A package that only one of them had imported is no difference, because a program imports some of them late.
-
-    Args:
-        path: The folder of the snapshot.
-        saved: The description of the program that wrote it.
-        own: The description of this program.
-    """
-    changes = [each for each in compare_fields(saved, own) if MISSING not in (each.saved, each.own)]
-    if changes:
-        warnings.warn(
-            f"Resuming from {path} with other code: {_listed(changes)}. The run continues, but its result need not be "
-            "that of an uninterrupted run.",
-            DeterminismWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{before}{_listed(changes)}{after}", DeterminismWarning, stacklevel=3)
 
 
 def compare_fields(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Change]:
@@ -180,7 +255,51 @@ def fitting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def updater_state(snapshot: Snapshot, updater: Updater, accepted: list[Change]) -> dict[str, Any]:
+def prepare(
+    updater: Updater, snapshot: Snapshot, accept: Collection[str] = (), *, same_run: bool = False
+) -> Resumption:
+    """Check that a snapshot fits an updater, and return the state to load. Nothing of the updater changes.
+
+    Args:
+        updater: The updater that is to continue.
+        snapshot: The snapshot.
+        accept: The names of fields of the recipe that may differ. The run continues with its own values of them.
+        same_run: Whether the run continues in the folder of the snapshot.
+
+    Raises:
+        StateError: If other fields differ.
+        ValueError: If `accept` names something that is no field.
+    """
+    changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
+    with fitting(snapshot.path):
+        state = _state_of(snapshot, updater, changes)
+    program = compare_fields(read_program(snapshot.path), describe_program())
+    _warn(
+        # A package that only one of them had imported is no difference, because a program imports some of them late.
+        [each for each in program if MISSING not in (each.saved, each.own)],
+        f"Resuming from {snapshot.path} with other code: ",
+        ". The run continues, but its result need not be that of an uninterrupted run.",
+    )
+    kernels = compare_fields(snapshot.manifest.kernel_class, kernel_class(updater.devices))
+    _warn(
+        kernels,
+        f"Resuming from {snapshot.path} with kernels that may round differently: ",
+        ". The determinism guarantee is suspended: the result need not be that of an uninterrupted run.",
+    )
+    return Resumption(
+        path=snapshot.path,
+        run_id=snapshot.manifest.run_id,
+        update=snapshot.update,
+        parent=snapshot.manifest.parent,
+        accepted=tuple(each.name for each in changes),
+        same_run=same_run,
+        same_kernels=not kernels,
+        updater=state,
+        surroundings=snapshot.surroundings(),
+    )
+
+
+def _state_of(snapshot: Snapshot, updater: Updater, accepted: list[Change]) -> dict[str, Any]:
     """Return the state of a snapshot as `Updater.load_state_dict` reads it.
 
     Args:
@@ -202,19 +321,15 @@ def updater_state(snapshot: Snapshot, updater: Updater, accepted: list[Change]) 
         saved = snapshot.models()
         for name, others in state["models"].items():
             usual = {path: dict(USUAL_METADATA) for path, _ in models[name].named_modules()} if name in models else {}
-            state["models"][name] = _with_metadata({**saved[name], **others}, {**usual, **metadata[name]})
+            restored = state["models"][name] = OrderedDict({**saved[name], **others})
+            # Where PyTorch reads the versions of modules.
+            restored._metadata = OrderedDict({**usual, **metadata[name]})  # type: ignore[attr-defined]  # noqa: SLF001
     optimizers = updater.get_all_optimizers()
     for name, each in state.get("optimizers", {}).items():
         if name in optimizers:
             _prepare(each.get("optimizer", each), optimizers[name])
-    _keep_own(state, updater, {each.name: each for each in accepted})
-    return state
-
-
-def _with_metadata(values: dict[str, Any], metadata: dict[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state of a model with the versions of its modules where PyTorch reads them."""
-    state = OrderedDict(values)
-    state._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+    if accepted:
+        _keep_own(state, updater, {each.name: each for each in accepted})
     return state
 
 
@@ -238,15 +353,15 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Change]) -> None:
     """Replace saved values by those of this run, where fields of the recipe were accepted."""
-    if not accepted:
-        return
     own: dict[str, Any] = updater.live_state()
-    for field in ("num_shards", "seed"):
-        if field in accepted:
-            state[field] = accepted[field].own
-    if "loss_scale" in {field.partition(".")[0] for field in accepted}:
+    for name in ("num_shards", "seed"):
+        if name in accepted:
+            state[name] = accepted[name].own
+    if "loss_scale" in {name.partition(".")[0] for name in accepted}:
         state["loss_scale"] = own["loss_scale"]
-    _keep_own_frozen(state, own, accepted)
+    for name in {*state.get("frozen", {}), *own.get("frozen", {})}:
+        if _named(name, "frozen") in accepted:
+            state.setdefault("frozen", {})[name] = own.get("frozen", {}).get(name, [])
     for name, iterator in state.get("iterators", {}).items():
         if _named(name, "data_seed") in accepted:
             iterator["seed"] = accepted[_named(name, "data_seed")].own
@@ -256,14 +371,6 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
     for name, scheduler in state.get("schedulers", {}).items():
         kept = own["schedulers"][name]
         scheduler.update({key: kept[key] for key in scheduler if _named(name, f"scheduler.{key}") in accepted})
-
-
-def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:
-    """Replace the saved names of frozen parameters by this run's own for the models where they were accepted."""
-    kept: dict[str, list[str]] = own.get("frozen", {})
-    for name in {*state.get("frozen", {}), *kept}:
-        if _named(name, "frozen") in accepted:
-            state.setdefault("frozen", {})[name] = kept.get(name, [])
 
 
 def _keep_own_options(
