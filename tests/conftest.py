@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sort_into_tiers(items)
     leave_repeated_values_to_slow(items)
     sample = sample_of_slow(items, config.getoption("--some-slow"))
-    positions = {item: index for index, item in enumerate(items)}
+    files = {item.path: index for index, item in enumerate(items)}
     items[:] = [item for item in items if item not in sample]
     yield
-    items[:] = sorted([*items, *sample], key=positions.__getitem__)
+    # Within a file pytest has brought together the tests that share a value of a fixture; that order stays.
+    items[:] = sorted([*items, *sample], key=lambda item: files[item.path])
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -97,7 +97,7 @@ def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]]) -> 
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("devices", [2, 5])
 def test_splits_over_devices_give_the_gradient_of_the_whole(devices: int, loss: str) -> None:
     check_splits(devices, loss, some_splits(devices))
 
@@ -120,7 +120,7 @@ def test_fewer_samples_than_devices_leave_some_idle(devices: int, loss: str) -> 
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 8, 13, 32, 40])
+@pytest.mark.parametrize("num_shards", [1, 3, 13, 40])
 def test_any_number_of_shards_gives_the_gradient_of_the_whole(num_shards: int, loss: str) -> None:
     with updater_of(Net(), devices=3, num_shards=num_shards, loss_fn=LOSSES[loss]) as updater:
         for num_samples in range(1, MOST_SAMPLES + 1):

@@ -17,7 +17,7 @@ from tests.support.counted_files import num_bytes_read, open_counted
 from tests.support.ranks import run_on_ranks
 
 NUM_FILES, BATCH, NUM_SECTIONS, NUM_SHARDS = 6, 24, 12, 12
-UPDATES = 85  # an epoch and a half
+UPDATES = 70  # an epoch and a few updates
 EPOCH = 60
 RESUMED = (1, 30, 60)  # at the first, in the middle, and at the end of the first epoch
 
@@ -114,23 +114,36 @@ def alone(folder: Path) -> tuple[str, dict[int, dict[str, Any]]]:
 
 
 def test_devices_and_workers_are_only_places(folder: Path, tmp_path: Path, alone: tuple[str, Any]) -> None:
-    assert trained(None, folder, tmp_path, [(2, 0), (3, 0), (1, 2)]) == [alone[0]] * 3
+    assert trained(None, folder, tmp_path, [(3, 0), (1, 2)]) == [alone[0]] * 2
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_are_only_places_before_and_after_a_resume(
-    size: int, folder: Path, tmp_path: Path, alone: tuple[str, dict[int, dict[str, Any]]]
-) -> None:
-    digest, states = alone
-    for found in run_on_ranks(trained, size, folder, tmp_path, [(1, 0), (2, 2)]):
-        assert found == [digest] * 2
-    for at in RESUMED:
-        for found in run_on_ranks(trained, size, folder, tmp_path, [(1, 2 * (at % 2)), (2, 0)], states[at]):
-            assert found == [digest] * 2, f"resumed after {at} updates"
+EVERYWHERE = {None: [(1, 0), (2, 2)], **{at: [(1, 2 * (at % 2)), (2, 0)] for at in RESUMED}}
+"""The devices and workers of each rank, by the update after which it resumes."""
 
 
 @pytest.mark.parametrize(
-    ("size", "workers"), [(1, 0), (1, 2), (2, 0), pytest.param(3, 2, marks=pytest.mark.slow), (4, 0)]
+    ("size", "placements"),
+    [
+        (3, {None: [(2, 2)], 30: [(2, 0)], 60: [(1, 0)]}),
+        *(pytest.param(each, EVERYWHERE, marks=pytest.mark.slow) for each in (2, 3, 4)),
+    ],
+)
+def test_ranks_are_only_places_before_and_after_a_resume(
+    size: int,
+    placements: dict[int | None, list[tuple[int, int]]],
+    folder: Path,
+    tmp_path: Path,
+    alone: tuple[str, dict[int, dict[str, Any]]],
+) -> None:
+    digest, states = alone
+    for at, places in placements.items():
+        for found in run_on_ranks(trained, size, folder, tmp_path, places, states.get(at)):
+            assert found == [digest] * len(places), f"resumed after {at} updates"
+
+
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [(1, 2), (4, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 0), (2, 0), (3, 2)])],
 )
 def test_all_processes_together_read_the_data_once(size: int, workers: int, folder: Path, tmp_path: Path) -> None:
     data = sum((folder / f"{file}.jsonl").stat().st_size for file in range(NUM_FILES))

@@ -69,7 +69,9 @@ def updater_of(
 
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
-    return ls.ParallelUpdater(ls.BatchIterator(data, 16), optimizer, model, devices=devices, num_shards=4, loss_fn=loss_fn)
+    return ls.ParallelUpdater(
+        ls.BatchIterator(data, 16), optimizer, model, devices=devices, num_shards=4, loss_fn=loss_fn
+    )
 
 
 @pytest.mark.parametrize(
