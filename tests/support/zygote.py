@@ -4,8 +4,8 @@ Importing both takes a process several seconds, which is most of what a test of 
 and `Popen` stand for those of `subprocess`, and `spawned_by_forks` serves `multiprocessing` and `lockstep.launch`.
 
 A forked process is a child of the one that asked for it: it can wait for it, is found by it in /proc, and takes
-it along when it dies. It has the arguments, variables, folder, file descriptors and session that it was given, runs
-its code as `__main__`, and ends as any Python does. What it has of its own accord: modules that were imported
+it along when it dies. It has the arguments, variables, folder, file descriptors and session that it was given, ignores
+the signals that its parent ignores, runs its code as `__main__`, and ends as any Python does. What it has of its own accord: modules that were imported
 before, and the options of the interpreter. A test of imports, of warnings during them, or of variables that torch
 reads while it is imported needs a process that is started anew, by `subprocess`.
 """
@@ -17,13 +17,14 @@ import ctypes
 import multiprocessing.util
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,16 @@ NAME = "zygote"
 """The name by which /proc tells the process that is forked from its forks."""
 NETWORK = "NETWORK_NAMESPACE"
 """The variable with the name of the network namespace in which a process runs, as by `ip netns exec`."""
+HOST = "NAME_OF_HOST"
+"""The variable with the name that the machine has for a process, as by `unshare --uts` and `hostname`."""
 AGENTS = {"lockstep", "torch.distributed.run", "tests.support.programs.launched"}
 """Modules whose processes start processes, which are to be theirs; they get a process to fork from as well."""
+
+
+def ignored_signals() -> list[int]:
+    """List the signals that this process ignores beyond those that Python ignores by itself."""
+    usual = {signal.SIGPIPE, signal.SIGXFSZ}
+    return [each for each in signal.valid_signals() - usual if signal.getsignal(each) is signal.SIG_IGN]
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Command:
         folder: The working directory.
         targets: The numbers that the file descriptors get that come with this command.
         new_session: Whether the process begins a session.
+        ignored: The signals that the process ignores from its start, as after `nohup`.
     """
 
     arguments: list[str]
@@ -56,6 +66,7 @@ class Command:
     folder: str
     targets: list[int]
     new_session: bool
+    ignored: list[int] = field(default_factory=ignored_signals)
 
 
 class Zygote:
