@@ -5,9 +5,9 @@ and `Popen` stand for those of `subprocess`, and `spawned_by_forks` serves `mult
 
 A forked process is a child of the one that asked for it: it can wait for it, is found by it in /proc, and takes
 it along when it dies. It has the arguments, variables, folder, file descriptors and session that it was given, ignores
-the signals that its parent ignores, runs its code as `__main__`, and ends as any Python does. What it has of its own accord: modules that were imported
-before, and the options of the interpreter. A test of imports, of warnings during them, or of variables that torch
-reads while it is imported needs a process that is started anew, by `subprocess`.
+the signals that its parent ignores, runs its code as `__main__`, and ends as any Python does. What it has of its own
+accord: modules that were imported before, and the options of the interpreter. A test of imports, of warnings during
+them, or of variables that torch reads while it is imported needs a process that is started anew, by `subprocess`.
 """
 
 from __future__ import annotations
