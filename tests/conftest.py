@@ -103,7 +103,9 @@ def described() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Let a test draw the same numbers wherever it runs, alone or after others."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, `torch.manual_seed` would note a whole stack for it
+        torch.cuda.manual_seed_all(0)
     random.seed(0)
     np.random.seed(0)
 

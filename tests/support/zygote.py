@@ -38,6 +38,13 @@ NETWORK = "NETWORK_NAMESPACE"
 """The variable with the name of the network namespace in which a process runs, as by `ip netns exec`."""
 HOST = "NAME_OF_HOST"
 """The variable with the name that the machine has for a process, as by `unshare --uts` and `hostname`."""
+WHOLE_END = "WHOLE_END"
+"""The variable with which a process takes down other libraries at its end, as a process that is started anew does.
+
+That takes a quarter of a second, in which it copies the memory that all forks share. Without the variable a process
+ends its threads, calls what is registered with `atexit`, and takes down what its program, lockstep and
+`torch.distributed` hold, but neither the modules of other libraries nor the static objects of their C++.
+"""
 AGENTS = {"lockstep", "torch.distributed.run", "tests.support.programs.launched"}
 """Modules whose processes start processes, which are to be theirs; they get a process to fork from as well."""
 
@@ -108,6 +115,8 @@ class Zygote:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             code = f"import sys; own, sys.path[:] = sys.path[1:], {sys.path!r}; "
+            # Registered before all others, it is called after them.
+            code += "import atexit; from tests.support import zygote; atexit.register(zygote.keep_large_modules); "
             code += "from tests.support.zygote_process import main; "
             with theirs:
                 self._process = subprocess.Popen(
@@ -219,6 +228,15 @@ def _adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def keep_large_modules() -> None:
+    """Let the end of a forked process leave modules of other libraries as they are, which are most of what there is."""
+    ours = {*sys.stdlib_module_names, "lockstep", "tests", "__main__"}
+    for name, module in [] if WHOLE_END in os.environ else list(sys.modules.items()):
+        if name.partition(".")[0] not in ours and not name.startswith("torch.distributed"):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
 
 
 def received(channel: socket.socket, size: int) -> bytes:

@@ -93,6 +93,9 @@ def _become(command: zygote.Command, descriptors: Sequence[int]) -> CodeType:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in command.ignored:
         signal.signal(each, signal.SIG_IGN)
+    if zygote.WHOLE_END not in os.environ:
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)  # before all that was registered in C and C++
     if zygote.NETWORK in os.environ:
         _enter_network(os.environ[zygote.NETWORK])
     if zygote.HOST in os.environ:
