@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import pytest
 from tests.support import zygote
 from tests.support.machines import FIRST, SECOND, Machine, two_machines
 from tests.support.processes import children, descendants, listening_at
+from tests.support.waiting import await_true
 
 SCRIPT = """
 import sys, time
@@ -83,20 +84,14 @@ def on(machine: Machine, *arguments: object) -> Command:
     return [sys.executable, *map(str, arguments)], {**variables, **place, "PYTHONPATH": paths}
 
 
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @contextmanager
 def running(folder: Path, ranks: int, *commands: Command) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a run, and yield when the ranks have met; they end when one who is here lets them."""
     agents = [zygote.Popen(each, env=variables, stderr=subprocess.PIPE) for each, variables in commands]
     try:
         await_true(
-            lambda: len(list(folder.glob("came-*"))) == ranks or any(agent.poll() is not None for agent in agents)
+            lambda: len(list(folder.glob("came-*"))) == ranks or any(agent.poll() is not None for agent in agents),
+            seconds=240,
         )
         assert len(list(folder.glob("came-*"))) == ranks, [agent.communicate()[1] for agent in agents]
         yield agents

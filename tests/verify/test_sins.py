@@ -36,7 +36,7 @@ FOUND = {
 }
 """Each harmful dependency with a way that shows it, the first update that differs, what differs in it, the kind of the
 cause, the operator, and the function of its line."""
-QUICK = {"global-counter", "thread-id", "set-order", "unwritten-memory", "clock-optimizer", "dataset-counts"}
+QUICK = {"global-counter", "clock", "thread-id", "set-order", "unwritten-memory", "clock-optimizer", "dataset-counts"}
 """One of each kind; the others are slow."""
 HARMLESS = ("input-in-place", "gradient-hook", "set-threads", "read-threads", "shard-size", "unseeded-shuffle")
 
