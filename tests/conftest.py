@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sort_into_tiers(items)
     leave_repeated_values_to_slow(items)
     sample = sample_of_slow(items, config.getoption("--some-slow"))
-    positions = {item: index for index, item in enumerate(items)}
+    files = {item.path: index for index, item in enumerate(items)}
     items[:] = [item for item in items if item not in sample]
     yield
-    items[:] = sorted([*items, *sample], key=positions.__getitem__)
+    # Within a file pytest has brought together the tests that share a value of a fixture; that order stays.
+    items[:] = sorted([*items, *sample], key=lambda item: files[item.path])
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -102,7 +103,9 @@ def described() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Let a test draw the same numbers wherever it runs, alone or after others."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # before, `torch.manual_seed` would note a whole stack for it
+        torch.cuda.manual_seed_all(0)
     random.seed(0)
     np.random.seed(0)
 

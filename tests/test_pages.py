@@ -174,7 +174,6 @@ def test_every_page_is_linked_from_another() -> None:
 TWO_DEVICES = 'devices=["cpu", "cpu"]'
 PLACEMENTS = {
     "as it is pasted": ([], TWO_DEVICES),
-    "on one device": ([], 'devices=["cpu"]'),
     "on three devices": ([], 'devices=["cpu"] * 3'),
     "torchrun": (["-m", "torch.distributed.run", "--nproc-per-node", "2"], TWO_DEVICES),
     "lockstep run": (["-m", "lockstep", "run", "-n", "2"], 'devices=["cpu"]'),

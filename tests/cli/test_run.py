@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from lockstep.communicators.failures.exits import end_with_agent
 from lockstep.launch.agent import Run
 from tests.support import zygote
 from tests.support.processes import descendants
+from tests.support.waiting import await_true
 
 RUN = [sys.executable, "-m", "lockstep", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -139,24 +139,24 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tm
     folder = tmp_path / "began"
     folder.mkdir()
     with zygote.Popen([*RUN, "-n", "2", script, "wait", folder], stderr=subprocess.PIPE) as agent:
-        await_true(lambda: len(list(folder.iterdir())) == 2)
+        await_true(lambda: len(list(folder.iterdir())) == 2, 240)
         ranks = descendants(agent.pid)
         assert len(ranks) >= 2
         agent.send_signal(number)
         assert agent.wait(timeout=240) == 128 + number
-    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 240)
 
 
 def test_a_killed_agent_leaves_no_rank_behind(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "began"
     folder.mkdir()
     with zygote.Popen([*RUN, "-n", "2", script, "wait", folder]) as agent:
-        await_true(lambda: len(list(folder.iterdir())) == 2)
+        await_true(lambda: len(list(folder.iterdir())) == 2, 240)
         ranks = descendants(agent.pid)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGSTOP)  # not even one that is stopped
         agent.kill()
-    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 240)
 
 
 def test_a_script_that_comes_after_its_agents_end_says_so(script: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "stopped.py"
     script.write_text(STOPPED)
     with zygote.Popen([*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True) as agent:
-        await_true(lambda: len(descendants(agent.pid)) == 2)
+        await_true(lambda: len(descendants(agent.pid)) == 2, 240)
         ranks = descendants(agent.pid)
         _, errors = agent.communicate(timeout=600)
     assert agent.returncode == 1
@@ -279,13 +279,6 @@ def test_the_others_have_the_shutdown_timeout_when_a_rank_has_failed(tmp_path: P
     assert (tmp_path / "ready").exists()
     # torch itself would have let it end after these 25 s.
     assert not (tmp_path / "late").exists()
-
-
-def await_true(condition) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_the_agent_is_told() -> None:

@@ -44,23 +44,10 @@ def network() -> Iterator[None]:
 
 
 def agent(machine: Machine, script: Path, *options: str) -> subprocess.Popen[str]:
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        machine.namespace,
-        sys.executable,
-        "-m",
-        "lockstep",
-        "run",
-        "-n",
-        "1",
-        "--nnodes",
-        "2",
-    ]
-    return subprocess.Popen(
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--nnodes", "2"]
+    return zygote.Popen(
         [*command, "--rdzv", RENDEZVOUS, "--local-addr", machine.address, *options, script],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": machine.interface},
+        env=os.environ | {zygote.NETWORK: machine.namespace, "GLOO_SOCKET_IFNAME": machine.interface},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

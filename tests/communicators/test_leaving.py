@@ -60,7 +60,7 @@ def start(script: str, way: str, rank: int, port: int) -> subprocess.Popen[str]:
         [sys.executable, "-c", script, way],
         env=os.environ
         | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "120"},
+        | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "120", zygote.WHOLE_END: "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

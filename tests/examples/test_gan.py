@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import lockstep as ls
@@ -27,6 +28,7 @@ def test_the_gan_has_the_same_bits_on_any_devices() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_gan_makes_points_near_the_circle() -> None:
     generator = train(["cpu"], 1200).get_all_models()["gen"].eval()
     with torch.random.fork_rng(), torch.no_grad():

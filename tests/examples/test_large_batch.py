@@ -12,6 +12,7 @@ from tests.support import zygote
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_recipe_makes_up_for_the_large_batch(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the example's digits come with scikit-learn")
     pytest.importorskip("matplotlib", reason="the example draws with matplotlib")

@@ -45,7 +45,10 @@ def kill_in_training(out: Path, source: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("source", "elsewhere"), [("iterator", ["-n", "2"]), ("parts", ["-n", "2"]), ("loader", [])])
+@pytest.mark.parametrize(
+    ("source", "elsewhere"),
+    [("iterator", ["-n", "2"]), ("parts", ["-n", "2"]), pytest.param("loader", [], marks=pytest.mark.slow)],
+)
 def test_kill_and_resume_elsewhere(tmp_path: Path, source: str, elsewhere: list[str]) -> None:
     if source == "loader" and importlib.util.find_spec("torchdata") is None:
         pytest.skip("the loader is torchdata's")

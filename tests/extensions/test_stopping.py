@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,16 +127,17 @@ def test_the_agent_passes_signals_on(tmp_path: Path, name: str) -> None:
     check_ended(tmp_path, resume(tmp_path), resumed_from=update)
 
 
-NOHUP = """
-import os, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
+@pytest.fixture
+def nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("launcher", [[], lockstep_run("-n", "1")[1:]], ids=["alone", "lockstep run"])
+@pytest.mark.usefixtures("nohup")
+@pytest.mark.parametrize("launcher", [[], lockstep_run("-n", "1")], ids=["alone", "lockstep run"])
 def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path, launcher: list[str]) -> None:
-    with start(tmp_path, ["loss:5"], launcher=[sys.executable, "-c", NOHUP, *launcher]) as process:
+    with start(tmp_path, ["loss:5"], launcher=launcher) as process:
         await_points(process)
         os.killpg(process.pid, signal.SIGHUP)
         process.send_signal(signal.SIGTERM)

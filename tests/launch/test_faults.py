@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import lockstep as ls
 from lockstep.communicators import PendingSum
 from lockstep.communicators.failures.watch import Watch
 from tests.support.processes import children, left_in_memory, listening
+from tests.support.waiting import await_true
 
 pytestmark = pytest.mark.usefixtures("spawned_by_forks")
 
@@ -79,7 +79,7 @@ class Fault:
             return
         self.await_beats()
         if self.early:
-            await_true(lambda: len(begun(self.folder)) == SIZE)
+            await_true(lambda: len(begun(self.folder)) == SIZE, LONG)
         (self.folder / "injected").write_text(json.dumps([self.way, self.phase]))
         if self.way == "raise":
             raise FloatingPointError(f"in {phase}")
@@ -94,19 +94,12 @@ class Fault:
         heartbeat = self.watch._heartbeat
         assert heartbeat is not None
         rounds = heartbeat.rounds + 2  # the one that goes on now may have told another phase
-        await_true(lambda: heartbeat.rounds >= rounds)
+        await_true(lambda: heartbeat.rounds >= rounds, LONG)
 
     def note(self, what: str) -> None:
         """Leave a note that this rank came to something in the update of the fault."""
         if self.update == self.when:
             (self.folder / f"{what}-{self.rank}").touch()
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def begun(folder: Path) -> set[str]:
@@ -159,7 +152,7 @@ def train(way: str, phase: str, folder: str, early: bool) -> None:
 
 def run(fault: Fault) -> None:
     (fault.folder / f"came-{fault.rank}").write_text(str(os.getpid()))
-    await_true(lambda: len(list(fault.folder.glob("came-*"))) == SIZE)  # by now each has imported all it needs
+    await_true(lambda: len(list(fault.folder.glob("came-*"))) == SIZE, LONG)  # by now each has imported all it needs
     found = ls.find_communicator()
     fault.watch = found.watch
     communicator = FaultySum(watch=found.watch, timeout=TIMEOUT)
@@ -250,7 +243,7 @@ def fault_in(way: str, phase: str, folder: Path, *, early: bool) -> list[dict[st
     assert children() == []
     assert listening(os.getpid()) <= before
     marks = [prefix.strip("/"), *(f"_{path.read_text()}_" for path in folder.glob("came-*"))]
-    await_true(lambda: not [name for name in left_in_memory() if any(mark in name for mark in marks)])
+    await_true(lambda: not [name for name in left_in_memory() if any(mark in name for mark in marks)], LONG)
     return told
 
 

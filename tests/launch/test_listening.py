@@ -11,14 +11,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support import zygote
 from tests.support.machines import FIRST, SECOND, Machine, two_machines
 from tests.support.processes import children, descendants, listening_at
+from tests.support.waiting import await_true
 
 SCRIPT = """
 import sys, time
@@ -35,10 +37,14 @@ def main(folder):
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["launch"]:
-        ls.launch(main, 2, args=(sys.argv[1],))
+        from tests.support.zygote import spawned_by_forks
+
+        with spawned_by_forks():
+            ls.launch(main, 2, args=(sys.argv[1],))
     else:
         main(sys.argv[1])
 """
+ROOT = Path(__file__).parents[2]
 RUN = ["-m", "lockstep", "run", "-n", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
 TWO_MACHINES = [*RUN[:-1], "1", "--nnodes", "2", "--rdzv", f"{FIRST.address}:29478", "--local-addr"]
@@ -60,33 +66,32 @@ for key in store.list_keys():
 """
 
 
+Command = tuple[list[str], dict[str, str]]
+"""The words of a command, and its variables."""
+
+
 @pytest.fixture(scope="module")
 def network() -> Iterator[None]:
     with two_machines():
         yield
 
 
-def command(machine: Machine, *arguments: object) -> list[str]:
-    """Run Python on a machine that is named by its address, in a process that is started anew."""
-    name = ["unshare", "--uts", "sh", "-c", f'hostname {machine.address} && exec "$@"', "sh"]
-    return ["ip", "netns", "exec", machine.namespace, *name, sys.executable, *map(str, arguments)]
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def on(machine: Machine, *arguments: object) -> Command:
+    """Give the command of a process of Python on a machine that is named by its address."""
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    paths = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
+    place = {zygote.NETWORK: machine.namespace, zygote.HOST: machine.address}
+    return [sys.executable, *map(str, arguments)], {**variables, **place, "PYTHONPATH": paths}
 
 
 @contextmanager
-def running(folder: Path, ranks: int, *commands: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def running(folder: Path, ranks: int, *commands: Command) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes of a run, and yield when the ranks have met; they end when one who is here lets them."""
-    variables = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
-    agents = [subprocess.Popen(each, env=variables, stderr=subprocess.PIPE) for each in commands]
+    agents = [zygote.Popen(each, env=variables, stderr=subprocess.PIPE) for each, variables in commands]
     try:
         await_true(
-            lambda: len(list(folder.glob("came-*"))) == ranks or any(agent.poll() is not None for agent in agents)
+            lambda: len(list(folder.glob("came-*"))) == ranks or any(agent.poll() is not None for agent in agents),
+            seconds=240,
         )
         assert len(list(folder.glob("came-*"))) == ranks, [agent.communicate()[1] for agent in agents]
         yield agents
@@ -99,6 +104,11 @@ def running(folder: Path, ranks: int, *commands: list[str]) -> Iterator[list[sub
 def script(folder: Path) -> Path:
     (folder / "script.py").write_text(SCRIPT)
     return folder / "script.py"
+
+
+def run(machine: Machine, *arguments: object) -> subprocess.CompletedProcess[str]:
+    line, variables = on(machine, *arguments)
+    return zygote.run(line, env=variables, timeout=240)
 
 
 def places(agent: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
@@ -119,7 +129,7 @@ def places(agent: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
 def test_on_one_machine_nothing_listens_beyond_the_loopback(
     launcher: list[str], ranks: int, options: list[str], tmp_path: Path
 ) -> None:
-    with running(tmp_path, ranks, command(FIRST, *launcher, script(tmp_path), tmp_path, *options)) as (agent,):
+    with running(tmp_path, ranks, on(FIRST, *launcher, script(tmp_path), tmp_path, *options)) as (agent,):
         # torchrun's own process is torch's alone.
         pids = children(agent.pid) if launcher[1:2] == TORCHRUN[1:2] else [agent.pid, *descendants(agent.pid)]
         found = [place for pid in pids for place in listening_at(pid)]
@@ -130,22 +140,16 @@ def test_on_one_machine_nothing_listens_beyond_the_loopback(
 @pytest.mark.usefixtures("network")
 def test_whoever_reaches_the_store_of_one_machine_has_no_code_run(tmp_path: Path) -> None:
     done = tmp_path / "attacked"
-    with running(tmp_path, 2, command(FIRST, *RUN, script(tmp_path), tmp_path)) as (agent,):
+    with running(tmp_path, 2, on(FIRST, *RUN, script(tmp_path), tmp_path)) as (agent,):
         found = places(agent)
         for _, port in found:
             connect = f"import socket; socket.create_connection(({FIRST.address!r}, {port}))"
-            reached = subprocess.run(
-                command(SECOND, "-c", connect),
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
+            reached = run(SECOND, "-c", connect)
             assert "ConnectionRefusedError" in reached.stderr
         stores = [place for place in found if place in listening_at(agent.pid)]
-        attacks = [
-            subprocess.run(command(FIRST, "-c", ATTACK, *store, done), check=True, timeout=240) for store in stores
-        ]
+        attacks = [run(FIRST, "-c", ATTACK, *store, done) for store in stores]
         assert attacks
+        assert all(attack.returncode == 0 for attack in attacks), attacks
         # torch's own agent looks into its store several times a second.
         time.sleep(1)
     assert not done.exists()
@@ -153,9 +157,7 @@ def test_whoever_reaches_the_store_of_one_machine_has_no_code_run(tmp_path: Path
 
 @pytest.mark.usefixtures("network")
 def test_two_machines_listen_at_the_addresses_that_were_given(tmp_path: Path) -> None:
-    commands = [
-        command(machine, *TWO_MACHINES, machine.address, script(tmp_path), tmp_path) for machine in (FIRST, SECOND)
-    ]
+    commands = [on(machine, *TWO_MACHINES, machine.address, script(tmp_path), tmp_path) for machine in (FIRST, SECOND)]
     with running(tmp_path, 2, *commands) as agents:
         found = [{address for address, _ in places(agent)} for agent in agents]
     assert found == [{FIRST.address}, {SECOND.address}]

@@ -14,7 +14,6 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.passes.shard_streams import ShardStreams
-from tests.support.backward import in_backward
 from tests.support.runs import (
     NUM_UPDATES,
     ONE,
@@ -132,25 +131,6 @@ def test_power_of_two_loss_scales_change_no_bit(work: Workload, dtype: torch.dty
 
 def test_other_loss_scales_do_change_bits() -> None:
     assert train(MLP, num_shards=5, loss_scale=3.0) != train(MLP, num_shards=5)
-
-
-def test_a_retry_gives_the_bits_of_having_started_at_the_lower_scale() -> None:
-    """A backward that overflows above a scale of 100, in float16 as in the field."""
-
-    def bounded(grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("inf") if grad.abs() > 100 else grad
-
-    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return in_backward(cross_entropy(model, x, target), bounded)
-
-    def run(factor: float, tries: int) -> str:
-        scale = ls.DynamicLossScale(factor=factor, backoff=0.25)
-        with finalized(updater_for(CONVNET, Placement(2), num_shards=5, loss_fn=loss_fn, loss_scale=scale)) as updater:
-            found = [updater.update().tries for _ in range(NUM_UPDATES)]
-            assert found == [tries] + [1] * (NUM_UPDATES - 1)
-            return state_digest(updater)
-
-    assert run(4.0**6, 3) == run(4.0**4, 1)
 
 
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)

@@ -23,7 +23,9 @@ def test_devices_are_only_places(alone: dict[str, Any], devices: int) -> None:
     assert evaluate(devices) == alone
 
 
-@pytest.mark.parametrize(("ranks", "devices"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "devices"), [*(pytest.param(2, each, marks=pytest.mark.slow) for each in (1, 2)), (3, 1)]
+)
 def test_ranks_are_only_places(alone: dict[str, Any], ranks: int, devices: int) -> None:
     assert launch_on_ranks(evaluate, ranks, devices) == [alone] * ranks
 

@@ -75,14 +75,13 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def some_splits(devices: int) -> list[tuple[int, ...]]:
-    """For each number of samples the most even, the least even, and a few other splits."""
+    """For each number of samples the least even splits and another one."""
     rng = random.Random(devices)  # noqa: S311 - which cases to look at
     splits: list[tuple[int, ...]] = []
     for total in range(devices, MOST_SAMPLES + 1):
         lopsided = (total - devices + 1, *[1] * (devices - 1))
-        cuts = [sorted(rng.sample(range(1, total), devices - 1)) for _ in range(2)]
-        drawn = [tuple(b - a for a, b in itertools.pairwise((0, *cut, total))) for cut in cuts]
-        splits += {lopsided, lopsided[::-1], *drawn}
+        cut = sorted(rng.sample(range(1, total), devices - 1))
+        splits += {lopsided, lopsided[::-1], tuple(b - a for a, b in itertools.pairwise((0, *cut, total)))}
     return splits
 
 
@@ -97,7 +96,7 @@ def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]]) -> 
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("devices", [2, 5])
 def test_splits_over_devices_give_the_gradient_of_the_whole(devices: int, loss: str) -> None:
     check_splits(devices, loss, some_splits(devices))
 
@@ -120,7 +119,7 @@ def test_fewer_samples_than_devices_leave_some_idle(devices: int, loss: str) -> 
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 8, 13, 32, 40])
+@pytest.mark.parametrize("num_shards", [1, 3, 13, 40])
 def test_any_number_of_shards_gives_the_gradient_of_the_whole(num_shards: int, loss: str) -> None:
     with updater_of(Net(), devices=3, num_shards=num_shards, loss_fn=LOSSES[loss]) as updater:
         for num_samples in range(1, MOST_SAMPLES + 1):

@@ -22,6 +22,11 @@ UPDATES = 7
 FAULT_AT = 3
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    return run(gan(), UPDATES)
+
+
 @DAILY
 def test_devices_are_only_places_for_a_gan(placements: list[Placement]) -> None:
     found = {placement: run(gan(placement=placement), UPDATES) for placement in placements}
@@ -35,8 +40,7 @@ def test_devices_are_only_places_for_a_gan_in_low_precision_with_a_loss_scale() 
     assert len(set(found.values())) == 1, found
 
 
-def test_a_gan_resumes_on_other_devices() -> None:
-    undisturbed = run(gan(), UPDATES)
+def test_a_gan_resumes_on_other_devices(undisturbed: str) -> None:
     first = gan(placement=Placement(2))
     run(first, FAULT_AT)
     resumed = gan(placement=Placement(3))
@@ -150,7 +154,7 @@ TRAPS: dict[str, Callable[[Trap], ls.ParallelUpdater]] = {
 
 
 @pytest.mark.parametrize("where", TRAPS)
-def test_a_failed_step_leaves_the_last_update(where: str) -> None:
+def test_a_failed_step_leaves_the_last_update(where: str, undisturbed: str) -> None:
     trap = Trap(fail)
     updater = TRAPS[where](trap)
     run(updater, FAULT_AT)
@@ -161,11 +165,11 @@ def test_a_failed_step_leaves_the_last_update(where: str) -> None:
     assert not trap.armed
     assert snapshot(updater) == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert run(updater, UPDATES) == run(gan(), UPDATES)
+    assert run(updater, UPDATES) == undisturbed
 
 
 @pytest.mark.parametrize("where", TRAPS)
-def test_an_interrupted_step_applies_nothing_or_all(where: str) -> None:
+def test_an_interrupted_step_applies_nothing_or_all(where: str, undisturbed: str) -> None:
     trap = Trap(interrupt)
     updater = TRAPS[where](trap)
     run(updater, FAULT_AT)
@@ -177,10 +181,10 @@ def test_an_interrupted_step_applies_nothing_or_all(where: str) -> None:
     done = where == "iterator"  # the update is complete but for counting when the iterator moves
     assert updater.iteration == FAULT_AT + done
     assert done or snapshot(updater) == before
-    assert run(updater, UPDATES) == run(gan(), UPDATES)
+    assert run(updater, UPDATES) == undisturbed
 
 
-def test_a_second_interrupt_in_a_step_is_not_kept_waiting() -> None:
+def test_a_second_interrupt_in_a_step_is_not_kept_waiting(undisturbed: str) -> None:
     def twice() -> None:
         interrupt()
         interrupt()
@@ -194,10 +198,10 @@ def test_a_second_interrupt_in_a_step_is_not_kept_waiting() -> None:
     with pytest.raises(KeyboardInterrupt):
         updater.update()
     assert snapshot(updater) == before
-    assert run(updater, UPDATES) == run(gan(), UPDATES)
+    assert run(updater, UPDATES) == undisturbed
 
 
-def test_a_handler_that_lets_the_work_go_on_changes_no_bit() -> None:
+def test_a_handler_that_lets_the_work_go_on_changes_no_bit(undisturbed: str) -> None:
     heard = []
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
@@ -205,7 +209,7 @@ def test_a_handler_that_lets_the_work_go_on_changes_no_bit() -> None:
             trap = Trap(interrupt)
             updater = TRAPS[where](trap)
             trap.armed = True
-            assert run(updater, UPDATES) == run(gan(), UPDATES)
+            assert run(updater, UPDATES) == undisturbed
         assert heard == [signal.SIGINT] * 3
     finally:
         signal.signal(signal.SIGINT, before)

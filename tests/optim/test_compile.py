@@ -46,16 +46,16 @@ def compiles_lerp_exactly() -> bool:
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (CorrectedMomentumSGD, {}),
+        pytest.param(CorrectedMomentumSGD, {}, marks=pytest.mark.slow),
         (CorrectedMomentumSGD, {"missing_grad": "zero"}),
-        (MomentumSGD, {}),
-        (CorrectedMomentumSGD, {"nesterov": True}),
+        pytest.param(MomentumSGD, {}, marks=pytest.mark.slow),
+        pytest.param(CorrectedMomentumSGD, {"nesterov": True}, marks=pytest.mark.slow),
         (CorrectedMomentumSGD, {"dampening": 0.5, "maximize": True}),
-        (MomentumSGD, {"correction": True}),
+        pytest.param(MomentumSGD, {"correction": True}, marks=pytest.mark.slow),
         (MomentumSGD, {"nesterov": True, "maximize": True}),
-        (MomentumSGD, {"correction": True, "dampening": 0.5}),
+        pytest.param(MomentumSGD, {"correction": True, "dampening": 0.5}, marks=pytest.mark.slow),
         (SGDW, {"weight_decay": 0.25}),
-        (LAMB, {"weight_decay": 0.25}),
+        pytest.param(LAMB, {"weight_decay": 0.25}, marks=pytest.mark.slow),
         (LAMB, {"bias_correction": False, "norm_bounds": (0.5, 1.5)}),
     ],
 )

@@ -209,6 +209,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("kept", [name for name in LAYOUTS if name != "negated"])
 @pytest.mark.parametrize("given", LAYOUTS)

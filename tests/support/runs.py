@@ -33,9 +33,11 @@ class Placement:
 
 ONE = Placement(1)
 EQUAL = [ONE, Placement(2), Placement(3), Placement(4)]
-PLACEMENTS = [*EQUAL, Placement(2, (3, 1)), Placement(3, (1, 2, 5)), Placement(4, (4, 1, 1, 2))]
-UNEVEN = [ONE, *PLACEMENTS[-2:]]
-"""One device, and several of unequal speed, whose shards are no whole subtrees."""
+CUT = Placement(3, (3, 1, 2))
+"""Of six shards 3, 1 and 2: the first two devices have a subtree together, and neither alone."""
+PLACEMENTS = [*EQUAL, Placement(2, (3, 1)), Placement(3, (1, 2, 5)), Placement(4, (4, 1, 1, 2)), CUT]
+UNEVEN = [ONE, CUT]
+"""One device, and the placement at which every mutant of the laws is caught."""
 DAILY = pytest.mark.parametrize(
     "placements", [pytest.param(UNEVEN, id="uneven"), pytest.param(PLACEMENTS, id="all", marks=pytest.mark.slow)]
 )

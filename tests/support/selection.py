@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,25 @@ def leave_repeated_values_to_slow(items: Sequence[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and marked and not slow:
             functions[item.nodeid.partition("[")[0]].append(item)
     for name, cases in functions.items():
-        # By identity, because values need not be comparable: all cases of a table have the same objects.
-        values = [{each: id(value) for each, value in case.callspec.params.items()} for case in cases]
-        chosen = chosen_cases(values, name)
+        chosen = chosen_cases(numbered([case.callspec.params for case in cases]), name)
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker("slow")
+
+
+def numbered(cases: Sequence[Mapping[str, object]]) -> list[dict[str, int]]:
+    """Replace each value by its number among those of its parameter.
+
+    pytest hands the same objects to all cases of a product, and need not be able to compare them.
+
+    >>> scales = [1.0, 2.0]
+    >>> numbered([{"scale": scales[0]}, {"scale": scales[1]}, {"scale": scales[0]}])
+    [{'scale': 0}, {'scale': 1}, {'scale': 0}]
+    """
+    found = defaultdict[str, dict[int, int]](dict)
+    return [
+        {name: found[name].setdefault(id(value), len(found[name])) for name, value in case.items()} for case in cases
+    ]
 
 
 def chosen_cases(cases: Sequence[dict[str, int]], seed: str) -> set[int]:
@@ -42,7 +55,7 @@ def chosen_cases(cases: Sequence[dict[str, int]], seed: str) -> set[int]:
     (3, {0, 1, 2}, {0, 1})
 
     Args:
-        cases: For each case a number that stands for its value, by the name of the parameter.
+        cases: For each case the index of its value by the name of the parameter.
         seed: What the choice depends on; it is the same in each run.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))  # noqa: S311 - no secret

@@ -102,6 +102,16 @@ def test_processes_of_multiprocessing_are_forked() -> None:
     assert process.exitcode == 0
 
 
+def test_a_fork_ignores_the_signals_that_its_parent_ignores() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        done = zygote.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 1)"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.returncode == 0
+    assert zygote.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 1)"]).returncode == -signal.SIGHUP
+
+
 def test_only_python_is_forked() -> None:
     with pytest.raises(AssertionError, match="can be forked, got true"):
         zygote.Popen(["true"])

@@ -35,7 +35,7 @@ class Workload:
     def model(self) -> nn.Module:
         """Build the model, always with the same weights."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)  # `torch.manual_seed` notes a whole stack for devices not in use
             return self.build()
 
     def data(self, num_samples: int = NUM_SAMPLES) -> TensorDataset:

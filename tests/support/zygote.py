@@ -4,10 +4,10 @@ Importing both takes a process several seconds, which is most of what a test of 
 and `Popen` stand for those of `subprocess`, and `spawned_by_forks` serves `multiprocessing` and `lockstep.launch`.
 
 A forked process is a child of the one that asked for it: it can wait for it, is found by it in /proc, and takes
-it along when it dies. It has the arguments, variables, folder, file descriptors and session that it was given, runs
-its code as `__main__`, and ends as any Python does. What it has of its own accord: modules that were imported
-before, and the options of the interpreter. A test of imports, of warnings during them, or of variables that torch
-reads while it is imported needs a process that is started anew, by `subprocess`.
+it along when it dies. It has the arguments, variables, folder, file descriptors and session that it was given, ignores
+the signals that its parent ignores, runs its code as `__main__`, and ends as any Python does. What it has of its own
+accord: modules that were imported before, and the options of the interpreter. A test of imports, of warnings during
+them, or of variables that torch reads while it is imported needs a process that is started anew, by `subprocess`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import ctypes
 import multiprocessing.util
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,23 @@ NAME = "zygote"
 """The name by which /proc tells the process that is forked from its forks."""
 NETWORK = "NETWORK_NAMESPACE"
 """The variable with the name of the network namespace in which a process runs, as by `ip netns exec`."""
+HOST = "NAME_OF_HOST"
+"""The variable with the name that the machine has for a process, as by `unshare --uts` and `hostname`."""
+WHOLE_END = "WHOLE_END"
+"""The variable with which a process takes down other libraries at its end, as a process that is started anew does.
+
+That takes a quarter of a second, in which it copies the memory that all forks share. Without the variable a process
+ends its threads, calls what is registered with `atexit`, and takes down what its program, lockstep and
+`torch.distributed` hold, but neither the modules of other libraries nor the static objects of their C++.
+"""
 AGENTS = {"lockstep", "torch.distributed.run", "tests.support.programs.launched"}
 """Modules whose processes start processes, which are to be theirs; they get a process to fork from as well."""
+
+
+def ignored_signals() -> list[int]:
+    """List the signals that this process ignores beyond those that Python ignores by itself."""
+    usual = {signal.SIGPIPE, signal.SIGXFSZ}
+    return [each for each in signal.valid_signals() - usual if signal.getsignal(each) is signal.SIG_IGN]
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,7 @@ class Command:
         folder: The working directory.
         targets: The numbers that the file descriptors get that come with this command.
         new_session: Whether the process begins a session.
+        ignored: The signals that the process ignores from its start, as after `nohup`.
     """
 
     arguments: list[str]
@@ -56,6 +73,7 @@ class Command:
     folder: str
     targets: list[int]
     new_session: bool
+    ignored: list[int] = field(default_factory=ignored_signals)
 
 
 class Zygote:
@@ -97,6 +115,8 @@ class Zygote:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             code = f"import sys; own, sys.path[:] = sys.path[1:], {sys.path!r}; "
+            # Registered before all others, it is called after them.
+            code += "import atexit; from tests.support import zygote; atexit.register(zygote.keep_large_modules); "
             code += "from tests.support.zygote_process import main; "
             with theirs:
                 self._process = subprocess.Popen(
@@ -208,6 +228,15 @@ def _adopting_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def keep_large_modules() -> None:
+    """Let the end of a forked process leave modules of other libraries as they are, which are most of what there is."""
+    ours = {*sys.stdlib_module_names, "lockstep", "tests", "__main__"}
+    for name, module in [] if WHOLE_END in os.environ else list(sys.modules.items()):
+        if name.partition(".")[0] not in ours and not name.startswith("torch.distributed"):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
 
 
 def received(channel: socket.socket, size: int) -> bytes:

@@ -27,8 +27,8 @@ import tests.support.rank_pool  # noqa: F401 - a part of what the forks are not 
 from tests.support import zygote
 from tests.support.zygote import received, set_name
 
-CLONE_NEWNET = 0x40000000
-"""The kind of a network namespace for Linux's setns(2)."""
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+"""The kinds of namespaces of a network and of a host's name for Linux's setns(2) and unshare(2)."""
 PATH: list[str] = []
 """Where every process looks for modules; the variable PYTHONPATH and the script's own folder come before."""
 
@@ -91,8 +91,15 @@ def _become(command: zygote.Command, descriptors: Sequence[int]) -> CodeType:
     os.environ.update(command.variables)
     os.chdir(command.folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in command.ignored:
+        signal.signal(each, signal.SIG_IGN)
+    if zygote.WHOLE_END not in os.environ:
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)  # before all that was registered in C and C++
     if zygote.NETWORK in os.environ:
         _enter_network(os.environ[zygote.NETWORK])
+    if zygote.HOST in os.environ:
+        _set_name_of_host(os.environ[zygote.HOST])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     arguments = list(command.arguments)
     while arguments[0] in {"-u", "-W"}:
@@ -121,6 +128,13 @@ def _enter_network(namespace: str) -> None:
         library = ctypes.CDLL(None, use_errno=True)
         if library.setns(opened.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def _set_name_of_host(name: str) -> None:
+    """Give the machine another name for this process and its children."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "cannot leave the namespace of the host's name")
+    socket.sethostname(name)
 
 
 def _fork_a_zygote() -> CodeType | None:

@@ -108,6 +108,7 @@ def test_every_batch_of_a_trial_is_full(accumulate: int) -> None:
     assert seen == [4] * 4 * accumulate + [8] * 4 * accumulate + [16] * 4 * accumulate
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("begun", [0, 2])
 @pytest.mark.parametrize("most", [3, 1000])
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_the_losses_are_the_same_on_any_placement() -> None:
     assert run_on_ranks(on_ranks, 2) == [expected] * 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("begun", [0, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "corrected"])
 def test_the_run_is_as_it_was(optimizer: str, begun: int) -> None:

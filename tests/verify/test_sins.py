@@ -80,6 +80,10 @@ def test_state_of_a_hook_that_runs_once_is_lost_in_a_resume(started: dict[str, H
     assert (row.difference.update, row.difference.what, row.cause.kind) == (2, "step", "resume")
 
 
+def test_each_run_draws_anew_what_the_script_does_not_seed(started: dict[str, Host], tmp_path: Path) -> None:
+    assert rows(started, tmp_path, "random", "later")["later"].difference is not None
+
+
 BATCH_LOSS = """
 import torch
 import lockstep as ls

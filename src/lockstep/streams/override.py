@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -29,15 +30,15 @@ def random_kernels() -> dict[str, int]:
     """
     # Listed from the dispatcher instead of written down, so that no kernel of another version of torch is missed.
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")  # noqa: SLF001 - no public way
-    found: dict[str, int] = {}
-    for name in sorted(registered):
-        if name.startswith("aten::"):
-            operator, _, overload = name.partition(".")
-            arguments = torch._C._get_schema(operator, overload).arguments  # noqa: SLF001 - no public way
-            positions = [index for index, each in enumerate(arguments) if "Generator" in str(each.type)]
-            if positions:
-                found[name.removeprefix("aten::")] = positions[0]
-    return found
+    positions = {name: _generator_position(name) for name in sorted(registered) if name.startswith("aten::")}
+    return {name.removeprefix("aten::"): index for name, index in positions.items() if index is not None}
+
+
+@cache  # of a thousand operators, whose schemas do not change, for each updater that begins
+def _generator_position(name: str) -> int | None:
+    operator, _, overload = name.partition(".")
+    arguments = torch._C._get_schema(operator, overload).arguments  # noqa: SLF001 - no public way
+    return next((index for index, each in enumerate(arguments) if "Generator" in str(each.type)), None)
 
 
 def _redirect(undo: ExitStack) -> None:

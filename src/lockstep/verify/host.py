@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, which takes a second
 
 from lockstep.verify.instruments import Instruments
 from lockstep.verify.job import Job

@@ -217,7 +217,6 @@ def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], floa
     return found
 
 
-LARGEST = 6
 NUM_ELEMENTS = 2**20
 
 
@@ -233,74 +232,71 @@ class Seen:
     early: bool
 
 
-def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
-    """Do everything in groups of 1, 2, ... ranks; starting processes is what takes long."""
-    seen = {}
-    for size in range(1, LARGEST + 1):
-        group = dist.new_group(list(range(size)))
-        if communicator.rank < size:
-            part = ProcessCommunicator(group, watch=Watch())
-            sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
-            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group), start_early(part))
-        communicator.barrier()
-    return seen
+def look(communicator: ProcessCommunicator) -> Seen:
+    """Do everything once."""
+    sent = {nodes: count_bytes(communicator, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
+    wrong, found = sum_cases(communicator), orders(communicator)
+    told, compressed = give_up(communicator), compress(dist.group.WORLD)
+    return Seen(wrong, found, sent, told, compressed, start_early(communicator))
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[int, list[Seen]]:
-    """What each rank saw, by the size of the group."""
-    ranks = run_on_ranks(look, LARGEST)
-    return {size: [ranks[rank][size] for rank in range(size)] for size in range(1, LARGEST + 1)}
+def seen(request: pytest.FixtureRequest) -> list[Seen]:
+    """What each rank of a group saw."""
+    return run_on_ranks(look, request.param)
 
 
-@pytest.mark.parametrize("size", range(1, LARGEST + 1))
-def test_any_layout_over_ranks_has_the_bits_of_one_process(seen: dict[int, list[Seen]], size: int) -> None:
-    assert [rank.wrong for rank in seen[size]] == [[]] * size
+def on_ranks(*sizes: int) -> pytest.MarkDecorator:
+    """Run a test on what groups of some sizes saw; those of four and of six are long."""
+    marks = {size: pytest.mark.slow if size in {4, 6} else () for size in sizes}
+    return pytest.mark.parametrize("seen", [pytest.param(size, marks=marks[size]) for size in sizes], indirect=True)
 
 
-@pytest.mark.parametrize("size", range(2, LARGEST + 1))
+@on_ranks(1, 2, 3, 4, 5, 6)
+def test_any_layout_over_ranks_has_the_bits_of_one_process(seen: list[Seen]) -> None:
+    assert [rank.wrong for rank in seen] == [[]] * len(seen)
+
+
+@on_ranks(2, 3, 4, 5, 6)
 @pytest.mark.parametrize("name", ROUNDING)
-def test_compression_halves_the_bytes_within_its_error_and_all_ranks_agree(
-    seen: dict[int, list[Seen]], size: int, name: str
-) -> None:
-    share, _, sent = seen[size][0].compressed[name]
+def test_compression_halves_the_bytes_within_its_error_and_all_ranks_agree(seen: list[Seen], name: str) -> None:
+    share, _, sent = seen[0].compressed[name]
     assert 0.05 < share <= 1.0
     assert sent == pytest.approx(0.5, rel=0.03)  # a scale for each message
-    assert len({tuple(rank.compressed[name][1]) for rank in seen[size]}) == 1
+    assert len({tuple(rank.compressed[name][1]) for rank in seen}) == 1
 
 
-@pytest.mark.parametrize("size", range(2, LARGEST + 1))
-def test_a_bucket_is_sent_before_the_next_has_been_made(seen: dict[int, list[Seen]], size: int) -> None:
-    assert all(rank.early for rank in seen[size])
+@on_ranks(2, 3, 4, 5, 6)
+def test_a_bucket_is_sent_before_the_next_has_been_made(seen: list[Seen]) -> None:
+    assert all(rank.early for rank in seen)
 
 
-@pytest.mark.parametrize("size", range(1, LARGEST + 1))
-def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size: int) -> None:
-    assert seen[size][0].told == [
+@on_ranks(1, 2, 3, 4, 5, 6)
+def test_a_rank_that_gives_up_holds_nobody_up(seen: list[Seen]) -> None:
+    assert seen[0].told == [
         "All announced terms must be added before `finish`, but those of tensor 0 were not.",
         "`add` must get every announced term once, but a term of tensor 1 was not announced, or was added before.",
         "`add` must get every announced term once, but a term of tensor 0 is missing.",
-        str(float(size)),
+        str(float(len(seen))),
     ]
-    assert all(rank.told == [str(float(size))] for rank in seen[size][1:])
+    assert all(rank.told == [str(float(len(seen)))] for rank in seen[1:])
 
 
-def test_two_ranks_may_add_in_any_order(seen: dict[int, list[Seen]]) -> None:
-    assert [rank.orders for rank in seen[2]] == [{"ordered": True, "unordered": True, "left fold": True}] * 2
+@on_ranks(2)
+def test_two_ranks_may_add_in_any_order(seen: list[Seen]) -> None:
+    assert [rank.orders for rank in seen] == [{"ordered": True, "unordered": True, "left fold": True}] * 2
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 6])
-def test_the_law_is_not_empty_other_orders_give_other_bits(seen: dict[int, list[Seen]], size: int) -> None:
+@on_ranks(3, 4, 5, 6)
+def test_the_law_is_not_empty_other_orders_give_other_bits(seen: list[Seen]) -> None:
     # A left fold over three is the tree.
-    expected = {"ordered": True, "unordered": False, "left fold": size == 3}
-    assert [rank.orders for rank in seen[size]] == [expected] * size
+    expected = {"ordered": True, "unordered": False, "left fold": len(seen) == 3}
+    assert [rank.orders for rank in seen] == [expected] * len(seen)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+@on_ranks(2, 3, 4, 5, 6)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_bytes_sent_are_those_of_a_ring_where_each_rank_has_one_node(
-    seen: dict[int, list[Seen]], size: int, nodes: int
-) -> None:
-    ring = 2 * (size - 1) / size * NUM_ELEMENTS * 4
-    for rank in seen[size]:
+def test_bytes_sent_are_those_of_a_ring_where_each_rank_has_one_node(seen: list[Seen], nodes: int) -> None:
+    ring = 2 * (len(seen) - 1) / len(seen) * NUM_ELEMENTS * 4
+    for rank in seen:
         assert rank.sent[nodes] == pytest.approx((nodes + 1) / 2 * ring, rel=1e-3)  # slices differ by 64

@@ -42,6 +42,7 @@ def same(left: Tensors, right: Tensors) -> bool:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [LARGE, (5, 3, 0, 7, 2)])

@@ -197,6 +197,7 @@ def where_memory_is_shared(through: str, name: str) -> str:
     return THROUGH[through](CHANGES[name])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("through", THROUGH)
 def test_weights_arrive_however_they_are_written(through: str, name: str, own_memory: Callable[[], None]) -> None:
@@ -271,6 +272,7 @@ def passes(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module], Any
         each.release()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", UNCOUNTED)
 def test_a_backward_reads_what_was_written_after_its_forward(
     passes: Callable[[nn.Module], Any], name: str, own_memory: Callable[[], None]

@@ -1,6 +1,7 @@
 """Compute the cases of portable kernels with one setting or replacement left out, and print which ones differ.
 
-Its argument is the name of a variable, of a switch or of a replaced operator; "" leaves nothing out.
+Its first argument is the name of a variable, of a switch or of a replaced operator; "" leaves nothing out. Others are
+the names of the cases; without them all are computed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def digest_of(name: str) -> str:
         return str(error)
 
 
-def main(left_out: str) -> None:
+def main(left_out: str, *names: str) -> None:
     """Set everything else, by itself and not by the checks of lockstep, which would refuse to go on."""
     os.environ.update({name: value for name, value in VARIABLES.items() if name != left_out})
     torch.set_num_threads(1)
@@ -37,12 +38,13 @@ def main(left_out: str) -> None:
     backends.nnpack.set_flags(left_out == "nnpack")
     kept = install(left_out)
     try:
-        differing = differing_names(recorded_digests().here(), {name: digest_of(name) for name in CASES})
+        expected = {name: digest for name, digest in recorded_digests().here().items() if name in (names or CASES)}
+        differing = differing_names(expected, {name: digest_of(name) for name in names or CASES})
     finally:
         kept._destroy()
     sys.stdout.write(json.dumps(differing) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
     assert sys.argv[1] in {"", *VARIABLES, *SWITCHES, *OVERRIDES}, sys.argv[1]

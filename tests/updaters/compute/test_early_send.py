@@ -124,7 +124,7 @@ def all_of_them() -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def found(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
     return launch_on_ranks(all_of_them, request.param)
 

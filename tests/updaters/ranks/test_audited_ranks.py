@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import lockstep as ls
+from tests.support.ranks import launch_on_ranks
 from tests.updaters.attempt.test_audit import Extremes, Fault, averaging, counter, digest_of, run, updater_of
 
 EVERY: dict[str, int | None] = {"none": None, "each": 1, "third": 3}
@@ -48,7 +49,7 @@ def work() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return ls.launch(work, num_processes=2)
+    return launch_on_ranks(work, 2)
 
 
 def test_audits_over_ranks_change_no_bit(two: list[dict[str, Any]]) -> None:
