@@ -129,6 +129,8 @@ def check_ended(out: Path, line: str, *, resumed_from: int | None, iterable: str
     equal = digests(whole)
     assert set(equal) == set(range(1, UPDATES + 1))
     own = digests(out)
+    # Of an emergency snapshot before the first update, which an undisturbed run does not write.
+    own.pop(0, None)
     assert {update: own[update].digest for update in own} == {update: equal[update].digest for update in own}
 
 
