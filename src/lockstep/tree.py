@@ -163,24 +163,6 @@ def total(partials: Sequence[PartialSum]) -> Tensors:
     return partials[0].tensors
 
 
-def divide(tensors: Tensors, divisor: float) -> Tensors:
-    """Divide the tensors that are present in place, unless the divisor is 1.
-
-    Args:
-        tensors: The tensors to divide. None entries are skipped.
-        divisor: The number to divide by.
-
-    Returns:
-        The list that was passed in.
-    """
-    # `_foreach_div_`, as in the rest of the library: on a GPU, `div_` multiplies by the reciprocal, which rounds
-    # differently.
-    present = [tensor for tensor in tensors if tensor is not None]
-    if divisor != 1.0 and present:
-        torch._foreach_div_(present, divisor)
-    return tensors
-
-
 def add_into(into: Tensors, other: Tensors) -> None:
     """Add two lists of tensors entry by entry.
 

@@ -53,12 +53,12 @@ def reduce_layout(communicator: Communicator) -> Tensors:
     contributions = [Contribution(tuple(shards), tuple(present)) for shards, present in LAYOUT]
     like = [torch.empty(5), torch.empty(3, 4), torch.empty(1)]
     mine = partial_sums(*LAYOUT[communicator.rank])
-    return communicator.sum_partials(mine, contributions, like, divisor=3.0)
+    return communicator.sum_partials(mine, contributions, like)
 
 
 def test_partial_sums_of_ranks_give_the_bits_of_one_process() -> None:
     every = [sums for layout in LAYOUT for sums in partial_sums(*layout)]
-    expected = [tensor / 3.0 for tensor in total(every)]
+    expected = total(every)
     for got in run_on_ranks(reduce_layout, 3):
         assert all(torch.equal(mine, one) for mine, one in zip(got, expected, strict=True))
 
@@ -80,10 +80,10 @@ def test_ranks_that_differ_are_named() -> None:
 
 def test_a_process_that_is_alone_is_its_own_sum() -> None:
     shards, present = [0, 4, 6], [0b111, 0b001, 0b011]
-    expected = [tensor / 2.0 for tensor in total(partial_sums(shards, present))]
+    expected = total(partial_sums(shards, present))
     sums = partial_sums(shards, present)
     local = LocalCommunicator()
-    got = local.sum_partials(sums, [Contribution.of(sums)], expected, divisor=2.0)
+    got = local.sum_partials(sums, [Contribution.of(sums)], expected)
     assert all(torch.equal(mine, one) for mine, one in zip(got, expected, strict=True))
 
 

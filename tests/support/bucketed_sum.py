@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lockstep.tree import PartialSum, ShardSum, divide, merge_order
+from lockstep.tree import PartialSum, ShardSum, merge_order
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ class BucketedSum:
         rows = list(terms)
         for into, other in merge_order([shard for each in self._nodes for shard in each]):
             rows[into].add_(rows[other])
-        divide([rows[0]], self._divisor)
+        # In a list, as all divisions: on a GPU `div_` multiplies by the reciprocal, which rounds differently.
+        torch._foreach_div_(rows[:1], self._divisor)
         return rows[0]
 
     def _collect(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -60,17 +60,9 @@ class Contribution:
         return cls(tuple(shards), tuple(present), sparse)
 
 
-@dataclass(frozen=True, slots=True)
-class SumFault:
-    """What is wrong in a sum over ranks.
-
-    Attributes:
-        rank: The rank that is wrong: the one that sent a damaged term, added wrongly, or holds a damaged sum.
-        text: A clause that says so.
-    """
-
-    rank: int
-    text: str
+SumFault: TypeAlias = "tuple[int, str]"
+"""What is wrong in a sum over ranks: the rank that sent a damaged term, added wrongly, or holds a damaged sum; and a
+clause that says so."""
 
 
 class SumAudit:
@@ -247,11 +239,10 @@ class Communicator(ABC):
         contributions: Sequence[Contribution],
         like: Sequence[torch.Tensor],
         *,
-        divisor: float = 1.0,
         compress: bool = True,
         audit: SumAudit | None = None,
     ) -> Tensors:
-        """Sum the partial sums of all ranks in the order of the tree, and divide once.
+        """Sum the partial sums of all ranks in the order of the tree.
 
         Args:
             partials: The partial sums of this rank, in ascending order of shards and all on one device. Their
@@ -259,7 +250,6 @@ class Communicator(ABC):
             contributions: The contributions of all ranks, in order of ranks. Shards must ascend over all of them,
                 and the contribution of this rank must describe `partials`.
             like: P tensors that have the shapes, dtypes and devices of the result.
-            divisor: The number by which the sums are divided, unless it is 1.
             compress: Whether numbers may be rounded when they are sent, if the communicator was created with
                 compression.
             audit: Computes the sum a second time and finds what is wrong where both differ, unless numbers are rounded
@@ -268,14 +258,12 @@ class Communicator(ABC):
         Returns:
             P sums; None for a tensor that no rank has.
 
-        Determinism: the bits are those of `tree.total` over all partial sums, followed by one division. They
-        depend on which shards are present, and not on how the shards are distributed over ranks.
+        Determinism: the bits are those of `tree.total` over all partial sums. They depend on which shards are
+        present, and not on how the shards are distributed over ranks.
         """
 
     @abstractmethod
-    def begin_sum(
-        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
-    ) -> PendingSum:
+    def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start a sum as by `sum_partials` over tensors that become available one after the other.
 
         On CPUs a thread sends tensors while the caller continues; the bits are the same. Start no other sum before
@@ -284,7 +272,6 @@ class Communicator(ABC):
         Args:
             contributions: The contributions of all ranks, as for `sum_partials`.
             like: P tensors that have the shapes, dtypes and devices of the result.
-            divisor: The number by which the sums are divided, unless it is 1.
         """
 
     @abstractmethod

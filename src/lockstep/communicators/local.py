@@ -12,7 +12,7 @@ from lockstep.communicators.communicator import Communicator, Contribution, OnMi
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
-from lockstep.tree import PartialSum, Tensors, divide, total
+from lockstep.tree import PartialSum, Tensors, total
 
 
 class LocalCommunicator(Communicator):
@@ -59,19 +59,15 @@ class LocalCommunicator(Communicator):
         contributions: Sequence[Contribution],  # noqa: ARG002 - those of one rank follow from `partials`
         like: Sequence[torch.Tensor],
         *,
-        divisor: float = 1.0,
         compress: bool = True,  # noqa: ARG002 - nothing is sent
         audit: SumAudit | None = None,  # noqa: ARG002 - as above
     ) -> Tensors:
         """Sum the partial sums of this process; see `Communicator.sum_partials`."""
-        summed: Tensors = total(partials) if partials else [None] * len(like)
-        return divide(summed, divisor)
+        return total(partials) if partials else [None] * len(like)
 
-    def begin_sum(
-        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
-    ) -> PendingSum:
+    def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start to collect tensors until `finish` is called; see `Communicator.begin_sum`."""
-        return LocalSum(self, contributions, like, divisor)
+        return LocalSum(self, contributions, like)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Leave the tensors unchanged."""
@@ -97,16 +93,9 @@ class LocalSum(PendingSum):
     """A sum over the only rank; see `LocalCommunicator.begin_sum`."""
 
     def __init__(
-        self,
-        communicator: LocalCommunicator,
-        contributions: Sequence[Contribution],
-        like: Sequence[torch.Tensor],
-        divisor: float,
+        self, communicator: LocalCommunicator, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]
     ) -> None:
-        self._communicator = communicator
-        self._contributions = contributions
-        self._like = like
-        self._divisor = divisor
+        self._communicator, self._contributions, self._like = communicator, contributions, like
         shards = contributions[0].shards
         self._partials = [PartialSum(shard, [None] * len(like)) for shard in shards]
 
@@ -120,7 +109,7 @@ class LocalSum(PendingSum):
         # Nothing is summed before all terms are there: the order of the tree is not the order of their arrival.
         if Contribution.of(self._partials) != self._contributions[0]:
             raise OrderError("All announced terms must be added before `finish`, and no others.")
-        return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
+        return self._communicator.sum_partials(self._partials, self._contributions, self._like)
 
     def abandon(self) -> None:
         """Return at once, because no other rank waits for the missing terms."""

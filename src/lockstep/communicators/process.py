@@ -24,7 +24,6 @@ from lockstep.communicators.sums import (
     PlanSizes,
     SmallSum,
     SumPlan,
-    WireFormat,
     audited_sum,
     plan_sum,
     split_sparse,
@@ -40,7 +39,7 @@ from lockstep.communicators.transport import (
     exchange,
     gather_owned,
 )
-from lockstep.tree import PartialSum, Tensors, divide
+from lockstep.tree import PartialSum, Tensors
 
 AUDITED_SIZES: Final = PlanSizes(direct=sys.maxsize)
 """The sizes of an audited sum, of which all pieces are sent together."""
@@ -141,7 +140,6 @@ class ProcessCommunicator(Communicator):
         contributions: Sequence[Contribution],
         like: Sequence[torch.Tensor],
         *,
-        divisor: float = 1.0,
         compress: bool = True,
         audit: SumAudit | None = None,
     ) -> Tensors:
@@ -150,50 +148,44 @@ class ProcessCommunicator(Communicator):
         dense, sparse = split_sparse(contributions)
         if audit is not None and wire is EXACT and not sparse:
             # Never by the transport, which tells nothing of the terms that it adds.
-            plan = self._plan(dense, like, AUDITED_SIZES, None)
-            return divide(audited_sum(audit, self._channel, plan, partials, like), divisor)
+            plan = self._plan(dense, like, AUDITED_SIZES, exact=False)
+            return audited_sum(audit, self._channel, plan, partials, like)
         # The choice depends only on what all ranks know, so all of them sum in the same way.
-        plan = self._plan(dense, like, self._sizes, wire)
+        plan = self._plan(dense, like, self._sizes, exact=wire is EXACT)
         if plan.body_bytes and wire is EXACT and not sparse:
             small = SmallSum(self.rank, self.size, plan.body_bytes)
             small.pack(partials, dense[self.rank], like)
             self.exchange(b"", small.table)
-            return divide(small.add_up(partials, dense, like) or [], divisor)
-        ordered_sum = OrderedSum(self._channel, plan, like, divisor=divisor, wire=wire)
+            return small.add_up(partials, dense, like) or []
+        ordered_sum = OrderedSum(self._channel, plan, like, wire=wire)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
             ordered_sum.add(index, tensors)
         summed = ordered_sum.finish()
         if sparse:
-            found = sum_sparse(self._channel, partials, contributions, like, sparse, divisor=divisor)
+            found = sum_sparse(self._channel, partials, contributions, like, sparse)
             for index, tensor in zip(sparse, found, strict=True):
                 summed[index] = tensor
         return summed
 
-    def begin_sum(
-        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
-    ) -> PendingSum:
+    def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
         # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
         background = all(tensor.device.type == "cpu" for tensor in like)
         sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR)
-        plan = self._plan(contributions, like, sizes, self._wire)
-        return OrderedSum(self._channel, plan, like, divisor=divisor, wire=self._wire, background=background)
+        plan = self._plan(contributions, like, sizes, exact=self.exact)
+        return OrderedSum(self._channel, plan, like, wire=self._wire, background=background)
 
     def _plan(
-        self,
-        contributions: Sequence[Contribution],
-        like: Sequence[torch.Tensor],
-        sizes: PlanSizes,
-        wire: WireFormat | None,
+        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], sizes: PlanSizes, *, exact: bool
     ) -> SumPlan:
-        """Plan a sum, and connect its devices while all ranks are here; the transport adds in the exact format only."""
+        """Plan a sum, and connect its devices while all ranks are here. If it is exact, the transport may add."""
         for device in {tensor.device for tensor in like} - self._connected:
             # All ranks are here, which need not be so in the exchanges of the sum.
             self._channel.connect(device)
             self._connected.add(device)
         specs = tuple(TensorSpec(tensor.numel(), tensor.dtype, tensor.device) for tensor in like)
-        return plan_sum(tuple(contributions), specs, sizes, exact=wire is EXACT)
+        return plan_sum(tuple(contributions), specs, sizes, exact=exact)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""

@@ -42,7 +42,7 @@ def audited_sum(
     segments = [segment for bucket in plan.buckets for segment in bucket.segments]
     again = [_added_again(channel, plan, each, terms, like) for each in segments]
     added: dict[Segment, list[int]] = {}
-    ordered = OrderedSum(channel, plan, like, divisor=1.0, wire=EXACT, added=added)
+    ordered = OrderedSum(channel, plan, like, wire=EXACT, added=added)
     for index in reversed(range(len(like))):
         ordered.add(index, [partial.tensors[index] for partial in partials])
     sums = ordered.finish()
@@ -60,11 +60,7 @@ def _flattened(tensors: Tensors) -> FlatTensors:
 
 
 def _added_again(
-    channel: Channel,
-    plan: SumPlan,
-    segment: Segment,
-    own: Mapping[int, FlatTensors],
-    like: Sequence[torch.Tensor],
+    channel: Channel, plan: SumPlan, segment: Segment, own: Mapping[int, FlatTensors], like: Sequence[torch.Tensor]
 ) -> tuple[list[int], int]:
     """Receive all terms of a segment and add them; return the checksums of the terms and of the sum."""
     terms: list[torch.Tensor] = []
@@ -93,7 +89,7 @@ def _faults(plan: SumPlan, segments: Sequence[Segment], rows: Sequence[Any]) -> 
     """
     for rank, (changed, _) in enumerate(rows):
         if changed:
-            yield SumFault(rank, f"what rank {rank} had computed has changed before it was summed")
+            yield rank, f"what rank {rank} had computed has changed before it was summed"
     for at, segment in enumerate(segments):
         seen = [seals[at] for _, seals in rows]
         yield from _faults_of_terms(plan, segment, seen)
@@ -107,7 +103,7 @@ def _faults_of_terms(plan: SumPlan, segment: Segment, seen: Sequence[Any]) -> It
         sent = seen[sender][0][place]
         for rank, (terms, _, _, added) in enumerate(seen):
             if terms[place] != sent or (added and added[place] != sent):
-                yield SumFault(sender, f"rank {rank} has added another term of rank {sender} than that rank has")
+                yield sender, f"rank {rank} has added another term of rank {sender} than that rank has"
 
 
 def _faults_of_sums(owner: int, seen: Sequence[Any]) -> Iterator[SumFault]:
@@ -117,7 +113,7 @@ def _faults_of_sums(owner: int, seen: Sequence[Any]) -> Iterator[SumFault]:
     ((right, _),) = Counter([*sums, results[owner]]).most_common(1)
     for rank, each in enumerate(sums):
         if each != right or (rank == owner and results[owner] != right):
-            yield SumFault(rank, f"rank {rank} has added the same terms to another sum than the rest")
+            yield rank, f"rank {rank} has added the same terms to another sum than the rest"
     for rank, each in enumerate(results):
         if each != right:
-            yield SumFault(rank, f"rank {rank} holds another sum than rank {owner} has sent")
+            yield rank, f"rank {rank} holds another sum than rank {owner} has sent"

@@ -12,7 +12,6 @@ from lockstep.communicators.sums.planning import Bucket, Segment
 from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, PeerTensor, PostedWork, begin_all_reduce, unpack
 from lockstep.digest import checksum
-from lockstep.tree import divide
 
 TERMS_TAG: Final = 1
 """The tag of terms that are sent to the owners."""
@@ -37,7 +36,6 @@ class SumContext:
         results: The tensors that receive the sums. They may share the memory of a term.
         wire: The format of terms.
         wire_back: The format of sums.
-        divisor: The number by which the sums are divided, unless it is 1.
         added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
     """
 
@@ -47,7 +45,6 @@ class SumContext:
     results: FlatTensors
     wire: WireFormat
     wire_back: WireFormat
-    divisor: float
     added: dict[Segment, list[int]] | None = None
 
 
@@ -100,7 +97,7 @@ class BucketTransfer:
             self._posted_sums = self._context.channel.post([], self._sum_receives(), SUMS_TAG)
 
     def reduce(self) -> None:
-        """Wait for the terms of what this rank owns, sum and divide them, and start to send the sums to all ranks."""
+        """Wait for the terms of what this rank owns, sum them, and start to send the sums to all ranks."""
         self._context.channel.wait(self._posted_terms.incoming)
         for message, term in self._terms_arriving:
             self._context.wire.decode(message, term)
@@ -131,8 +128,6 @@ class BucketTransfer:
         self._context.channel.wait(self._posted_terms.outgoing)
         self._context.channel.wait(self._posted_sums.outgoing)
         for segment, flat in self._unplaced:
-            if segment.owner is None:
-                divide([flat], self._context.divisor)
             unpack(flat, flat_views(segment, self._context.results))
         self._unplaced.clear()
 
@@ -184,7 +179,6 @@ class BucketTransfer:
             torch.add(terms[into], terms[other], out=target)
         elif terms[0].data_ptr() != target.data_ptr():
             target.copy_(terms[0])
-        divide([target], self._context.divisor)
 
     def _new(self, segment: Segment) -> torch.Tensor:
         """Return new memory for the elements of a segment."""

@@ -29,7 +29,6 @@ class OrderedSum(PendingSum):
         channel: The connection to the other ranks.
         plan: The plan of what is sent, and of which rank sums it.
         like: Tensors that have the shapes, dtypes and devices of the result.
-        divisor: The number by which the sums are divided, unless it is 1.
         wire: The format of messages; small sums are sent back exactly.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does the work that is left.
@@ -42,7 +41,6 @@ class OrderedSum(PendingSum):
         plan: SumPlan,
         like: Sequence[torch.Tensor],
         *,
-        divisor: float,
         wire: WireFormat,
         background: bool = False,
         added: dict[Segment, list[int]] | None = None,
@@ -62,7 +60,7 @@ class OrderedSum(PendingSum):
             self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         # Rounded once more only where that saves time.
         wire_back = EXACT if plan.is_small else wire
-        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, divisor, added)
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, added)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
         self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
         self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.communicators.communicator import Contribution
 from lockstep.communicators.transport import Channel, broadcast, exchange
-from lockstep.tree import PartialSum, Tensors, divide, total
+from lockstep.tree import PartialSum, Tensors, total
 
 
 def split_sparse(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[int]]:
@@ -39,8 +39,6 @@ def sum_sparse(
     contributions: Sequence[Contribution],
     like: Sequence[torch.Tensor],
     indices: Sequence[int],
-    *,
-    divisor: float,
 ) -> Tensors:
     """Sum tensors of which some may be sparse over all ranks.
 
@@ -50,7 +48,6 @@ def sum_sparse(
         contributions: The contributions of all ranks.
         like: Tensors that have the shapes, dtypes and devices of the result.
         indices: The indices of the tensors to sum.
-        divisor: The number by which the sums are divided.
 
     Returns:
         The sums, in the order of `indices`.
@@ -67,7 +64,7 @@ def sum_sparse(
             for position, (index, layout) in enumerate(zip(indices, row, strict=True)):
                 own = partials[node].tensors[index] if rank == channel.rank else None
                 sums[-1].tensors[position] = _broadcast_tensor(channel, own, layout, like[index], rank)
-    return divide(total(sums), divisor)
+    return total(sums)
 
 
 def _layout(tensor: torch.Tensor | None) -> list[Any]:

@@ -378,14 +378,14 @@ class Auditor:
         Raises:
             FaultError: If the update is not repeated.
         """
-        update, _ = at
-        text = f"In update {update} (counted from 0) a sum over the ranks was computed twice, and {fault.text}."
+        (update, _), (rank, clause) = at, fault
+        text = f"In update {update} (counted from 0) a sum over the ranks was computed twice, and {clause}."
         error = FaultError(
             f"{text} The memory of a machine or the network between them is faulty. Nothing of the update was applied. "
             "Continue from this state or from a snapshot without that rank; a fault that passes is repeated with "
             "on_fault='repeat'.",
             update=update,
-            rank=fault.rank,
+            rank=rank,
         )
         return self._repeats(error, text, at)
 

@@ -232,12 +232,7 @@ class DeviceGradientTask:
         self.reports.append(report)
 
     def _backward(
-        self,
-        runner: ShardRunner,
-        shard: Shard,
-        loss: Loss,
-        weight: float,
-        send: DeviceSend | None,
+        self, runner: ShardRunner, shard: Shard, loss: Loss, weight: float, send: DeviceSend | None
     ) -> float | torch.Tensor | None:
         """Run backward so that the gradient of the scaled loss is left in the replica's parameters.
 
