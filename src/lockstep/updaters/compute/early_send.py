@@ -46,8 +46,8 @@ class EarlySend:
         """Whether everything was sent as it was announced."""
         return self.has_begun and not self.is_spoiled and not self._given
 
-    def take(self, index: int, place: int, partials: list[PartialSum]) -> None:
-        """Take what a device has of one parameter, and send it with that of the others once all are there.
+    def add(self, index: int, place: int, partials: list[PartialSum]) -> None:
+        """Add what a device has of one parameter, and send the sum once all devices have added theirs.
 
         Args:
             index: The index of the parameter.
@@ -87,7 +87,7 @@ class EarlySend:
 
 
 class DeviceSend:
-    """Gives the gradients of one device to the early sending of its rank, in backward of the last shard of the device.
+    """Passes the gradients of one device to the early sending of its rank, in backward of the last shard of the device.
 
     Args:
         send: The early sending of the rank.
@@ -104,7 +104,7 @@ class DeviceSend:
 
     @contextmanager
     def sending(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Give each gradient that backward computes inside the ``with`` block.
+        """Pass on each gradient that backward computes inside the ``with`` block.
 
         Args:
             parameters: The parameters that may get a gradient.
@@ -120,7 +120,7 @@ class DeviceSend:
             raise self._error
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Give a gradient; called by backward, which must not see errors of the transfer."""
+        """Pass on a gradient; called by backward, which must not see errors of the transfer."""
         if self._send.is_spoiled:
             return
         # A nested backward, as in reentrant checkpointing, has added to a gradient that is already being sent.
@@ -135,16 +135,16 @@ class DeviceSend:
             self._send.is_spoiled, self._error = True, error
 
     def _give(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Give what this device has of one parameter."""
+        """Pass on what this device has of one parameter."""
         self._has_given = True
         self._missing.discard(index)
         partials = [PartialSum(each.shard, [each.tensors[index]]) for each in self._earlier]
         for each in self._earlier:
             each.tensors[index] = None
-        self._send.take(index, self._place, [*partials, PartialSum(self._shard, [gradient])])
+        self._send.add(index, self._place, [*partials, PartialSum(self._shard, [gradient])])
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Give the sums of parameters that earlier shards reached and backward of this one did not.
+        """Pass on the sums of parameters that earlier shards reached and backward of this one did not.
 
         Args:
             gradients: The gradients that backward has left, one per parameter.
