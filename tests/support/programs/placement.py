@@ -251,12 +251,12 @@ def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
     """Take what the shards of the first rank made of the buffers for what all made."""
     total = rank_reduction.sum_buffers
 
-    def first(communicator: Communicator, own: Any, reports: Any, slots: Any) -> Any:
+    def first(communicator: Communicator, own: Any, reports: Any, slots: Any, audit: Any) -> Any:
         nobody = replace(reports[0], buffers=Contribution(), changed_weights=[0.0] * len(slots))
         only = [reports[0], *[nobody] * (len(reports) - 1)]
         if communicator.rank > 0:
             own.partials.clear()
-        return total(communicator, own, only, slots)
+        return total(communicator, own, only, slots, audit)
 
     patch.setattr(rank_reduction, "sum_buffers", first)
 
