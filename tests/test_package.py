@@ -90,7 +90,6 @@ def link_required(wheel: Path, packages: Path) -> None:
                 (packages / top).symlink_to(distribution.locate_file(top))
 
 
-@pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SideFileError
-from lockstep.html_report import render_checks, table
+from lockstep.html_report import element, render_checks, table
 from lockstep.side_files import SideFile
 from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
 
@@ -86,9 +86,12 @@ def _text(report: Report) -> str:
 
 
 def _page(command: str, report: Report) -> str:
-    cells: list[list[object]] = [[row.way.name, row.status, row.updates or "", _about(row)] for row in report.rows]
-    header = ["way", "result", "updates", "what differs"]
-    tables = [table(header, cells, caption="Each way, compared with the first one")] if cells else []
+    cells: list[list[object]] = [
+        [element("span", row.way.name, class_="word"), element("span", row.status, class_="word"), _about(row)]
+        for row in report.rows
+    ]
+    caption = "Each way, compared with the first one"
+    tables = [table(["way", "result", "about it"], cells, caption=caption)] if cells else []
     notes = [*_causes(report), *report.findings]
     return render_checks(f"lockstep verify {command}", report.passed, report.error or _result(report), tables, notes)
 
