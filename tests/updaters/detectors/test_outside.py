@@ -199,6 +199,16 @@ def test_it_is_warned_of_once_by_name(name: str, num_devices: int) -> None:
     assert "eval()" in message
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_value_of_the_last_shard_is_named_if_that_shard_is_computed_twice(seed: int) -> None:
+    # What the audited shard leaves behind is there already before it is computed again.
+    with (
+        finalized(updater_for(MLP, loss_fn=recent(), seed=seed, **RUN)) as updater,
+        pytest.warns(ls.DeterminismWarning, match=r"part of the model: `kept\['means'\]"),
+    ):
+        updater.update()
+
+
 def test_a_global_value_is_found_through_functions() -> None:
     updater = updater_for(MLP, TWO, loss_fn=of_globals, **RUN)
     with finalized(updater), pytest.warns(ls.DeterminismWarning, match=r"part of the model: `STATE\['center'\]`\."):

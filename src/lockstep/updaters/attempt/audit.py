@@ -100,6 +100,7 @@ class Audit:
         first: The checksums of the first computation, on the rank that makes it.
         again: The checksums of the second one.
         states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
+        began: These states before the first shard of the attempt.
         before: These states before the second computation.
         given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
         left: The checksums of averaged buffers after each shard, by name, where they are compared.
@@ -113,6 +114,7 @@ class Audit:
     names: Sequence[str] = ()
     compute: Callable[[int], Seals | None] = field(init=False)
     states: Callable[[], dict[str, object]] = dict
+    began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     first: Seals | None = None
     again: Seals | None = None
@@ -160,7 +162,9 @@ class Audit:
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
             found = self.compute(place[1]) if place[0] == self.rank else None
             votes.append((place, self._gather(found, exchange)))
-        return replace(Finding.of(self, votes), moved=moved(self.before, self.states()))
+        after = self.states()
+        # Where the same shard was computed last before, what it leaves behind is the same again.
+        return replace(Finding.of(self, votes), moved=moved(self.before, after) or moved(self.began, after))
 
     def _gather(self, own: Seals | None, exchange: Exchange | None) -> Seals | None:
         """Return the checksums that one of the ranks has."""

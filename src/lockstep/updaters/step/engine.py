@@ -252,6 +252,7 @@ class GradientEngine:
             self.auditor.extend(update)
         if self.is_first:
             audit.states = partial(states, request.loss_fn, models)
+            audit.began = audit.states()
         audit.compute = partial(self._compute_again, attempt, context)
         # Samples that draw would be others if they were read again.
         if may_draw([attempt.batches[audit.shard.batch]]):
