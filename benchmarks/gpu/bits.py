@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from argparse import Namespace
 from functools import partial
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import torch
 from models import TASKS, Task, mlp
 from report import Report
-from training import counted, trained, updater_of
+from training import counted, digest_of, trained, updater_of
 
+from lockstep.errors import DeterminismWarning
 from lockstep.precision import DynamicLossScale
 
 NUM_SHARDS = (1, 4, 8)
@@ -34,6 +37,9 @@ def run(report: Report, options: Namespace) -> None:
                 title = f"{name}, S = {num_shards}, {precision}: placements, twice each"
                 find = partial(placements, task, device, num_shards, precision)
                 report.check(title, ONE, find, holds=None if not options.default_kernels else lambda _: True)
+    for name, task in TASKS.items():
+        report.check(f"{name}: audits of every update, and none", ONE, partial(audited, task, device))
+        report.check(f"{name}: saved on one replica, loaded on two, and neither", ONE, partial(resumed, task, device))
     report.check(
         "fp16-true overflows, and is tried again", "more than 1 attempt", partial(attempts, device), more_than_one
     )
@@ -74,6 +80,30 @@ def placements(task: Task, device: str, num_shards: int, precision: str) -> str:
         options |= {"loss_scale": DynamicLossScale(OVERFLOWING), "max_tries": 40}
     counts = (1, 2, 3) if num_shards > 1 else (1,)
     return counted([trained(task, [device] * count, **options) for count in counts for _ in range(2)])
+
+
+def audited(task: Task, device: str) -> str:
+    """Train with a second computation of a shard in every update, which must find nothing, and without one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeterminismWarning)
+        options: dict[str, Any] = {"num_shards": 4, "updates": 8}
+        return counted([trained(task, [device, device], audit_every=every, **options) for every in (1, 0)])
+
+
+def resumed(task: Task, device: str) -> str:
+    """Train in two halves, the second one on other replicas, and in one."""
+    file = io.BytesIO()
+    with updater_of(task, [device], num_shards=4) as updater:
+        for _ in range(2):
+            updater.update()
+        torch.save(updater.state_dict(), file)
+    file.seek(0)
+    with updater_of(task, [device, device], num_shards=4) as updater:
+        updater.load_state_dict(torch.load(file, weights_only=True))
+        for _ in range(2):
+            updater.update()
+        found = digest_of(updater)
+    return counted([found, trained(task, [device], num_shards=4, updates=4)])
 
 
 def attempts(device: str) -> int:

@@ -49,7 +49,7 @@ def run(report: Report, options: Namespace) -> None:
         for precision in ("ieee", "tf32"):
             find = partial(in_new_process, f"set_precision({precision!r})")
             report.check(f"an update after cuda.matmul.fp32_precision = {precision!r}", SUCCESS, find)
-    report.check("two ranks over gloo on one device, and no ranks", ONE, partial(two_ranks, device))
+    report.check("two ranks over gloo on one device, one replica each and two, and no ranks", ONE, partial(two_ranks, device))
     for kind in (ls.ReplicaGroup, ls.DataParallel):
         report.check(f"{kind.__name__} on one replica and three, twice each", ONE, partial(passes, kind, device))
     count = 300 if options.small else 10_000
@@ -192,18 +192,19 @@ def nccl() -> str:
     return "the digest without ranks" if found == expected else "another digest"
 
 
-def of_rank(device: str, deterministic: bool) -> str:
+def of_rank(device: str, deterministic: bool, replicas: int = 1) -> str:
     """Train as one of several ranks, or as none."""
     torch.use_deterministic_algorithms(deterministic)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")  # NCCL takes no two ranks on one GPU
-    return trained(TASKS["convnet"], [device], num_shards=NUM_SHARDS)
+    return trained(TASKS["convnet"], [device] * replicas, num_shards=NUM_SHARDS)
 
 
 def two_ranks(device: str) -> str:
-    """Train on two ranks that share the device, and on one."""
+    """Train on two ranks that share the device, with one replica each and with two, and without ranks."""
     given = (device, torch.are_deterministic_algorithms_enabled())  # a new process begins without
-    return counted([*ls.launch(of_rank, 2, given), of_rank(*given)])
+    ranks = [each for replicas in (1, 2) for each in ls.launch(of_rank, 2, (*given, replicas))]
+    return counted([*ranks, of_rank(*given)])
 
 
 def passes(kind: Callable[..., Any], device: str) -> str:
