@@ -148,6 +148,14 @@ def parse_devices(text: str) -> str | int | list[str]:
     return text if text == "auto" else text.split(",")
 
 
+def several_devices(count: int) -> str:
+    """Return the names of accelerators, or of CPU devices if there is none; one accelerator can hold several replicas."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ",".join(["cpu"] * count)
+    return ",".join(f"{accelerator.type}:{index % torch.accelerator.device_count()}" for index in range(count))
+
+
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -170,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.compare:
         digests = {
             run(devices, seed=options.seed, out=options.out / f"on-{devices}")[1]
-            for devices in dict.fromkeys([options.devices, "1", "3"])  # without duplicates
+            for devices in dict.fromkeys([options.devices, several_devices(1), several_devices(3)])
         }
         if len(digests) > 1:
             sys.exit("The digests differ.")

@@ -49,7 +49,9 @@ def run(report: Report, options: Namespace) -> None:
         for precision in ("ieee", "tf32"):
             find = partial(in_new_process, f"set_precision({precision!r})")
             report.check(f"an update after cuda.matmul.fp32_precision = {precision!r}", SUCCESS, find)
-    report.check("two ranks over gloo on one device, one replica each and two, and no ranks", ONE, partial(two_ranks, device))
+    report.check(
+        "two ranks over gloo on one device, one replica each and two, and no ranks", ONE, partial(two_ranks, device)
+    )
     for kind in (ls.ReplicaGroup, ls.DataParallel):
         report.check(f"{kind.__name__} on one replica and three, twice each", ONE, partial(passes, kind, device))
     count = 300 if options.small else 10_000
@@ -97,7 +99,7 @@ def waits(devices: Sequence[str], given: dict[str, Any]) -> float:
             finally:
                 if on_cuda:
                     torch.cuda.set_sync_debug_mode("default")
-    found = [each for each in caught if "synchronizing" in str(each.message)]
+    found = [each for each in caught if "called a synchronizing" in str(each.message)]
     for place, line in sorted({(each.filename, each.lineno) for each in found}):
         print(f"       waits at {place}:{line}")
     return len(found) / UPDATES
@@ -166,6 +168,7 @@ def set_precision(precision: str) -> None:
     """Set the format of matrix products by torch's new name, then compare two ranks, which reads all settings."""
     backends: Any = torch.backends
     backends.cuda.matmul.fp32_precision = precision
+    torch.use_deterministic_algorithms(True)
     trained(TASKS["MLP"], ["cuda:0"], num_shards=NUM_SHARDS)
     nccl()
 

@@ -6,9 +6,11 @@ import multiprocessing
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.communicators.environment import RunEnvironment, read_environment, timeout_for
+from lockstep.communicators.joining import _have_own_gpus
 from lockstep.launch.agent import Run
 
 TORCHRUN = {
@@ -130,3 +132,13 @@ def test_what_is_written_for_a_process_is_what_it_reads() -> None:
     assert RunEnvironment(3, 4, 1, 2, "node0", 29400, 1, 2, agent_store=True).variables() == TORCHRUN
     alone = RunEnvironment(1, 2, 1, 2, "127.0.0.1", 4000)
     assert read_environment(alone.variables()) == alone
+
+
+@pytest.mark.parametrize(("gpus", "own"), [("ab", True), ("aa", False), ("aba", False), ("abcd", True)])
+def test_ranks_that_share_a_gpu_are_found(gpus: str, own: bool) -> None:
+    store = dist.HashStore()
+    for rank, gpu in enumerate(gpus):
+        store.set(f"gpu/{rank}", gpu)
+    assert [_have_own_gpus(store, RunEnvironment(rank, len(gpus)), gpu) for rank, gpu in enumerate(gpus)] == [
+        own
+    ] * len(gpus)

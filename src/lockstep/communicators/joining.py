@@ -94,11 +94,22 @@ def _local_processes(store: Store, environment: RunEnvironment) -> dict[int, int
 def _initialize(environment: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
-        # NCCL uses the current device when the group is opened.
-        torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
+        device = environment.local_rank % torch.cuda.device_count()
+        # NCCL uses the current device when the group is opened, and refuses two ranks on one GPU.
+        torch.cuda.set_device(device)
+        if _have_own_gpus(store, environment, str(torch.cuda.get_device_properties(device).uuid)):
+            backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timeout)
     atexit.register(_destroy_group, os.getpid())
+
+
+def _have_own_gpus(store: Store, environment: RunEnvironment, gpu: str) -> bool:
+    """Return whether every rank has a GPU that no other rank has.
+
+    The numbers of the ranks and of the GPUs that each sees do not tell, because a launcher may show each rank its own.
+    """
+    store.set(f"gpu/{environment.rank}", gpu)
+    return len(set(store.multi_get([f"gpu/{rank}" for rank in range(environment.size)]))) == environment.size
 
 
 def _destroy_group(process: int) -> None:

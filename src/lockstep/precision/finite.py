@@ -152,7 +152,9 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
         return flags
     # A single kernel computes the maximum of each gradient. On a CPU that takes sixteen times as long as the check
     # above.
-    norms = list(torch._foreach_norm(parts, math.inf))
+    # An empty tensor has no maximum.
+    filled = [part if part.numel() else part.new_zeros(()) for part in parts]
+    norms = list(torch._foreach_norm(filled, math.inf))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]
     return torch.stack(norms).isfinite().logical_not().float()

@@ -205,7 +205,8 @@ class Instruments:
             options["devices"] = ["cpu"] * count
         else:
             number = torch.get_device_module(first).device_count()
-            options["devices"] = [torch.device(first.type, index % number) for index in range(count)]
+            # From the first device of this rank on: NCCL takes no two ranks on one GPU.
+            options["devices"] = [torch.device(first.type, (first.index + each) % number) for each in range(count)]
         try:
             original(built, *args, **options)
         finally:

@@ -18,6 +18,7 @@ RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR":
 @pytest.mark.parametrize(("cores", "size", "shares"), [(8, 2, [4, 4]), (7, 3, [2, 2, 3]), (2, 4, [1, 1, 1, 1])])
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, cores: int, size: int, shares: list[int]) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(module, "_accelerators", lambda: ("cpu", 0))
     found = []
     for rank in range(size):
         for name, value in (RANKS | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}).items():

@@ -355,6 +355,13 @@ def test_places_take_turns() -> None:
     assert all(len({each.place, each.other, each.spare}) == 3 for each in chosen)
 
 
+def test_a_place_among_others_of_another_type_audits_itself() -> None:
+    auditor, everywhere = Auditor(1, "raise", 7), [[[Shard(0, 0, range(1))], [Shard(1, 0, range(1))]]]
+    chosen = [auditor.choose(everywhere, 0, number, mixed=True) for number in range(4)]
+    assert {each.place for each in chosen} == {(0, 0), (0, 1)}
+    assert all(each.place == each.other == each.spare for each in chosen)
+
+
 def test_a_checksum_finds_every_bit() -> None:
     for tensor in (torch.randn(7), torch.randn(3).bfloat16(), torch.randn(5, 3, dtype=torch.float64).T):
         before = checksum(tensor)
