@@ -149,7 +149,7 @@ def parse_devices(text: str) -> str | int | list[str]:
 
 
 def several_devices(count: int) -> str:
-    """Return the names of accelerators, or of CPU devices if there is none; one accelerator can hold several replicas."""
+    """Return the names of accelerators, which can hold several replicas each, or of CPU devices if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ",".join(["cpu"] * count)

@@ -35,6 +35,12 @@ settings.load_profile("same")
 collect_ignore = ["support/programs"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not marked `gpu`, in which "auto" stands for CPU devices: run those by `-m gpu`."""
+    if "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run include some of the slow tests."""
     parser.addoption("--some-slow", type=int, default=0, metavar="N", help="run N of the slow tests, too")

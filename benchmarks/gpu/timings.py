@@ -50,6 +50,7 @@ def tasks(*, small: bool) -> dict[str, tuple[Task, int]]:
     return {
         "tiny MLP": (Task(partial(mlp, 128), (32,)), 256),
         "like ResNet-50": (Task(resnet, (3, 224, 224), classes=1000), 64),
+        "like ResNet-50, 256 images": (Task(resnet, (3, 224, 224), classes=1000), 256),
         "transformer of 124 M": (Task(LanguageModel, (1024,), num_tokens=50_257, classes=50_257), 8),
     }
 

@@ -133,12 +133,15 @@ def test_gradients_are_settled_where_they_are() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [as_number, as_tensor])
+@pytest.mark.parametrize("number", [2.0**17, 3.0])  # more than float16 holds, and one whose inverse is rounded
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_gpu_divides_as_a_cpu(dtype: torch.dtype, make: Callable[[float], float | torch.Tensor]) -> None:
+def test_a_gpu_divides_as_a_cpu(
+    dtype: torch.dtype, number: float, make: Callable[[float], float | torch.Tensor]
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    here, there = [torch.arange(1.0, 9.0, dtype=dtype)], [torch.arange(1.0, 9.0, dtype=dtype).cuda()]
-    factor = make(2.0**17)  # more than float16 holds
+    here, there = [torch.arange(1.0, 99.0, dtype=dtype)], [torch.arange(1.0, 99.0, dtype=dtype).cuda()]
+    factor = make(number)
     unscale_(here, factor)
     unscale_(there, factor.cuda() if isinstance(factor, torch.Tensor) else factor)
     assert torch.equal(here[0], there[0].cpu())

@@ -207,17 +207,8 @@ def _normalize(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> T
 
 
 NAMED: Final = (
-    "relu",
-    "gelu",
-    "silu",
-    "mish",
-    "elu",
-    "selu",
-    "celu",
-    "softplus",
-    "hardswish",
-    "softsign",
-    "tanhshrink",
+    *("relu", "gelu", "silu", "mish", "elu", "selu", "celu"),
+    *("softplus", "hardswish", "softsign", "tanhshrink"),
 )
 """Activations that the cases call as torch does."""
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
@@ -265,11 +256,7 @@ def _of_strides(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]
 PAIRS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "division": torch.div,
     "power": lambda a, b: torch.pow(a.abs() + 0.1, b),
-    "fmod": torch.fmod,
-    "remainder": torch.remainder,
-    "atan2": torch.atan2,
-    "hypot": torch.hypot,
-    "logaddexp": torch.logaddexp,
+    **{name: getattr(torch, name) for name in ("fmod", "remainder", "atan2", "hypot", "logaddexp")},
     "lerp": lambda a, b: torch.lerp(a, b, 0.3),
     "addcmul": lambda a, b: torch.addcmul(a, a, b, value=0.7),
     "addcdiv": lambda a, b: torch.addcdiv(a, a, b + 3, value=0.7),

@@ -246,7 +246,12 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.device) -> Tensor:
     """Multiply by the inverse of a factor and check, by one kernel of torch per group, and merge the flags."""
     flags = []
-    for (there, _), values in groups.items():
+    for (there, dtype), values in groups.items():
+        if dtype is torch.bfloat16 and there.type == "cuda":
+            # CUDA's kernel does not take it. A power of two rounds nothing.
+            torch._foreach_mul_(values, inverse)
+            flags.append(to_device(nonfinite_flags(values).amax(), device))
+            continue
         # The dtype is given, because you may have changed the default, and the kernel accepts no other.
         flag = torch.zeros((), dtype=torch.float32, device=there)
         factor = torch.full((), inverse, dtype=torch.float32, device=there)

@@ -357,7 +357,8 @@ def test_places_take_turns() -> None:
 
 def test_a_place_among_others_of_another_type_audits_itself() -> None:
     auditor, everywhere = Auditor(1, "raise", 7), [[[Shard(0, 0, range(1))], [Shard(1, 0, range(1))]]]
-    chosen = [auditor.choose(everywhere, 0, number, mixed=True) for number in range(4)]
+    auditor.is_mixed = True
+    chosen = [auditor.choose(everywhere, 0, number) for number in range(4)]
     assert {each.place for each in chosen} == {(0, 0), (0, 1)}
     assert all(each.place == each.other == each.spare for each in chosen)
 

@@ -65,8 +65,12 @@ class Pack:
         Args:
             buffers: The buffers of the model.
         """
-        numbers = list(map(as_real, self.select(buffers)))
-        return numbers[0] if self.owner is None else torch.cat([each.reshape(-1) for each in numbers])
+        own = self.select(buffers)
+        if self.owner is None:
+            return as_real(own[0])
+        # Every call takes time for each of what may be hundreds of buffers, and most are vectors of real numbers.
+        numbers = list(map(as_real, own)) if own[0].is_complex() else own
+        return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in numbers])
 
     def split(self, numbers: Tensor) -> list[Tensor]:
         """Split the numbers of this pack by buffer, each part in the shape of the numbers of its buffer.
@@ -77,7 +81,7 @@ class Pack:
         if self.owner is None:
             return [numbers]
         parts = torch.split(numbers, [shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def changed(self, before: Tensor, after: Tensor) -> Number:
         """Return for each buffer whether its bits have changed, as 1.0 or 0.0.
@@ -295,7 +299,9 @@ def combine_buffers(
         changed = sum(weights)
         if not isinstance(changed, Tensor) and not changed:
             continue
-        before, targets = pack.pack(buffers), pack.select(buffers)
+        targets = pack.select(buffers)
+        # Shards began with the same values.
+        before = _on(sums[0].packed[index], home) if sums[0].packed else pack.pack(buffers)
         if pack.averaged and summed is not None:
             value = _mean(before, summed, weight, changed)
         else:
@@ -308,7 +314,9 @@ def combine_buffers(
         if found_inf is not None:
             keeps = keeps | (to_device(found_inf, home) > 0)
         parts = pack.split(_choose(keeps, before, value))
-        torch._foreach_copy_(targets, list(map(from_real, parts, targets)))
+        if targets[0].is_complex():
+            parts = list(map(torch.view_as_complex, parts))
+        torch._foreach_copy_(targets, parts)
 
 
 def _mean(before: Tensor, summed: Tensor, weight: float, changed: Number) -> Tensor:
@@ -318,7 +326,11 @@ def _mean(before: Tensor, summed: Tensor, weight: float, changed: Number) -> Ten
     wide = before.float() if before.itemsize < torch.float32.itemsize else before
     share = absent.to(wide.dtype) if isinstance(absent, Tensor) else absent
     # Selected, because 0 · NaN and 0 · infinity would not leave the sum unchanged.
-    return _choose(absent == 0, summed, summed + (wide * share).to(before.dtype)) / weight
+    completed = _choose(absent == 0, summed, summed + (wide * share).to(before.dtype))
+    if completed.is_cpu:
+        return completed / weight
+    # CUDA multiplies by the inverse of a number, which rounds twice; it divides by a tensor.
+    return (completed.to(wide.dtype) / wide.new_full((), weight)).to(before.dtype)
 
 
 def _first(weights: Sequence[Number], firsts: Tensors, rule: BufferRule) -> Tensor:

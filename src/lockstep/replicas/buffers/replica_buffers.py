@@ -24,6 +24,7 @@ from typing import Final
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
@@ -82,7 +83,10 @@ class ReplicaBuffers:
         if not self.entries:
             return BufferSum(ShardSum(first))
         sources = [source for ref in self._sources if (source := ref.get()) is not None]
-        self._start = [source.detach().to(own.device) for source, own in zip(sources, self._own, strict=True)]
+        self._start = [
+            source if source.device == own.device and not source.requires_grad else source.detach().to(own.device)
+            for source, own in zip(sources, self._own, strict=True)
+        ]
         self._unchanged = [False] * len(self._refs)
         # Decided by the original, so that all devices of all ranks use the same packs.
         deferred = deferred or any(source.device.type != "cpu" for source in sources)
@@ -108,8 +112,9 @@ class ReplicaBuffers:
             for own, start, unchanged in zip(self._own, self._start, self._unchanged, strict=True)
             if not unchanged
         ]
-        if stale:
-            owns, starts = zip(*stale, strict=True)
+        # With several dtypes in one call, CUDA would copy one buffer after another.
+        alike = _group_tensors_by_device_and_dtype(list(map(list, zip(*stale, strict=True)))) if stale else {}
+        for (owns, starts), _ in alike.values():
             torch._foreach_copy_(owns, starts)
         # A shard that fails never gets to `collect`, so its buffers count as changed until then.
         self._unchanged = [False] * len(self._refs)
@@ -250,6 +255,8 @@ def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> t
     Raises:
         ValueError: If the tensor has another shape.
     """
+    if value.shape == start.shape and value.dtype == start.dtype and value.device == start.device:
+        return value.detach() if value.requires_grad else value
     if value.shape != start.shape:
         raise ValueError(
             f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "

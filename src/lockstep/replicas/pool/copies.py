@@ -39,12 +39,7 @@ SHARED: Final = (ModuleType, str, bytes, int, float, complex, type(None))
 MOST_ENTRIES: Final = 10_000
 """The number of entries that are watched at most, in all containers together."""
 
-HOOK_NAMES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+HOOK_NAMES: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module keeps its hooks."""
 
 

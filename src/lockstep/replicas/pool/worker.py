@@ -46,10 +46,8 @@ M_TOP_PAD: Final = -2
 M_MMAP_THRESHOLD: Final = -3
 
 MALLOC_VARIABLES: Final = (
-    "GLIBC_TUNABLES",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-    "MALLOC_TRIM_THRESHOLD_",
+    *("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"),
+    *("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"),
 )
 """The environment variables in which a user can configure the same settings."""
 

@@ -286,6 +286,8 @@ class Auditor:
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False
         """Whether a dependency was warned of, after which a difference says nothing new."""
+        self.is_mixed = False
+        """Whether devices are of several types, which round differently, so that each place audits itself."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
         self._end = 0
@@ -327,13 +329,7 @@ class Auditor:
         return update + 1 < self._end or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
 
     def choose(
-        self,
-        everywhere: Sequence[Sequence[Sequence[Shard]]],
-        rank: int,
-        update: int,
-        *,
-        movable: bool = True,
-        mixed: bool = False,
+        self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True
     ) -> Audit:
         """Choose a shard and the places that compute it. Places take turns, so that each is audited soon.
 
@@ -342,13 +338,12 @@ class Auditor:
             rank: The rank of this process.
             update: The number of updates that are done.
             movable: Whether other ranks can load the samples of a shard, too.
-            mixed: Whether devices are of several types, which round differently, so that a place audits itself.
         """
         places = [(each, index) for each, devices in enumerate(everywhere) for index in range(len(devices))]
         working = [place for place in places if everywhere[place[0]][place[1]]]
         turn, index = divmod(update // (self._every or 1), len(working))
         place = working[index]
-        allowed = [] if mixed else places
+        allowed = [] if self.is_mixed else places
         others = [each for each in allowed if each != place and (movable or each[0] == place[0])] or [place]
         other = others[turn % len(others)]
         spares = [each for each in others if each != other] or [place]

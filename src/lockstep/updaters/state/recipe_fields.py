@@ -85,17 +85,8 @@ UNKNOWN_SHAPE: Final = "unknown shape"
 """The value of a parameter that gets its shape in the first update."""
 
 _ARGUMENTS: Final = (
-    "seed",
-    "accumulate",
-    "split",
-    "reduction",
-    "precision",
-    "buffers",
-    "batch_dim",
-    "on_overflow",
-    "max_tries",
-    "on_exhausted",
-    "auto_new_epoch",
+    *("seed", "accumulate", "split", "reduction", "precision", "buffers", "batch_dim"),
+    *("on_overflow", "max_tries", "on_exhausted", "auto_new_epoch"),
 )
 _ITERATOR_ARGUMENTS: Final = ("batch_size", "shuffle", "repeat", "last_batch", "sample_streams")
 _MOVED: Final = frozenset({"params", "initial_lr"})

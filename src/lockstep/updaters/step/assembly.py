@@ -141,6 +141,7 @@ def assemble(
         measure=workloads == "auto",
     )
     measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
+    auditor.is_mixed = len(replicas.device_types) > 1
     engine = GradientEngine(training, recipe, auditor, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])

@@ -243,8 +243,7 @@ class GradientEngine:
             return None
         rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
-        movable, mixed = not may_draw(attempt.batches), len({each.type for each in self.replicas.devices}) > 1
-        audit = self.auditor.choose(everywhere, rank, update, movable=movable, mixed=mixed)
+        audit = self.auditor.choose(everywhere, rank, update, movable=not may_draw(attempt.batches))
         carried = () if self.training.carried is None else self.training.carried.names
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
