@@ -206,13 +206,9 @@ def _normalize(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> T
     return function(x, x.shape[-1:], *others)
 
 
-NAMED: Final = (
-    *("relu", "gelu", "silu", "mish", "elu", "selu", "celu"),
-    *("softplus", "hardswish", "softsign", "tanhshrink"),
-)
-"""Activations that the cases call as torch does."""
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    **{name: getattr(F, name) for name in NAMED},
+    **{name: getattr(F, name) for name in ("relu", "gelu", "silu", "mish", "elu", "selu", "celu")},
+    **{name: getattr(F, name) for name in ("softplus", "hardswish", "softsign", "tanhshrink")},
     "gelu by tanh": partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,

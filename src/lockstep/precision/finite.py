@@ -23,6 +23,9 @@ _MANTISSA_OF_POWERS = 0.5
 _SUMMABLE: Final = frozenset({torch.float32, torch.float64})
 """Real dtypes in which the sum of ordinary gradients is far from the largest number."""
 
+_NOT_CHECKED_BY_CUDA: Final = frozenset({torch.bfloat16, torch.float64})
+"""Dtypes of which CUDA's kernel takes the first not at all, and large numbers of the second for infinities."""
+
 TensorGroups: TypeAlias = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 """Elements of gradients by device and dtype, as torch's foreach kernels need them."""
 
@@ -96,8 +99,12 @@ def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
         for (device, dtype), values in _group(map(_elements, gradients)).items():
             _divide_on_device_(values, to_device(factor, device), dtype)
     elif factor != 1.0:
-        for values in _group(map(_elements, gradients)).values():
-            torch._foreach_div_(values, factor)
+        for (device, dtype), values in _group(map(_elements, gradients)).items():
+            if device.type == "cpu" or _divides_exactly(factor):
+                torch._foreach_div_(values, factor)
+            else:
+                # By a tensor: CUDA multiplies by the inverse of a number, which rounds twice.
+                _divide_on_device_(values, torch.full((), factor, dtype=torch.float64, device=device), dtype)
 
 
 def _divide_on_device_(values: list[Tensor], factor: Tensor, dtype: torch.dtype) -> None:
@@ -247,8 +254,8 @@ def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.dev
     """Multiply by the inverse of a factor and check, by one kernel of torch per group, and merge the flags."""
     flags = []
     for (there, dtype), values in groups.items():
-        if dtype is torch.bfloat16 and there.type == "cuda":
-            # CUDA's kernel does not take it. A power of two rounds nothing.
+        if dtype in _NOT_CHECKED_BY_CUDA and there.type == "cuda":
+            # A power of two rounds nothing.
             torch._foreach_mul_(values, inverse)
             flags.append(to_device(nonfinite_flags(values).amax(), device))
             continue

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from lockstep.precision import to_device
+from lockstep.precision import divide_, to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRule
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
@@ -314,9 +314,7 @@ def combine_buffers(
         if found_inf is not None:
             keeps = keeps | (to_device(found_inf, home) > 0)
         parts = pack.split(_choose(keeps, before, value))
-        if targets[0].is_complex():
-            parts = list(map(torch.view_as_complex, parts))
-        torch._foreach_copy_(targets, parts)
+        torch._foreach_copy_(targets, list(map(torch.view_as_complex, parts)) if targets[0].is_complex() else parts)
 
 
 def _mean(before: Tensor, summed: Tensor, weight: float, changed: Number) -> Tensor:
@@ -327,10 +325,8 @@ def _mean(before: Tensor, summed: Tensor, weight: float, changed: Number) -> Ten
     share = absent.to(wide.dtype) if isinstance(absent, Tensor) else absent
     # Selected, because 0 · NaN and 0 · infinity would not leave the sum unchanged.
     completed = _choose(absent == 0, summed, summed + (wide * share).to(before.dtype))
-    if completed.is_cpu:
-        return completed / weight
-    # CUDA multiplies by the inverse of a number, which rounds twice; it divides by a tensor.
-    return (completed.to(wide.dtype) / wide.new_full((), weight)).to(before.dtype)
+    divide_([completed], weight)
+    return completed
 
 
 def _first(weights: Sequence[Number], firsts: Tensors, rule: BufferRule) -> Tensor:

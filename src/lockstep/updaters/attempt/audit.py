@@ -343,8 +343,8 @@ class Auditor:
         working = [place for place in places if everywhere[place[0]][place[1]]]
         turn, index = divmod(update // (self._every or 1), len(working))
         place = working[index]
-        allowed = [] if self.is_mixed else places
-        others = [each for each in allowed if each != place and (movable or each[0] == place[0])] or [place]
+        reach = () if self.is_mixed else range(len(everywhere)) if movable else (place[0],)
+        others = [each for each in places if each != place and each[0] in reach] or [place]
         other = others[turn % len(others)]
         spares = [each for each in others if each != other] or [place]
         shards = everywhere[place[0]][place[1]]
