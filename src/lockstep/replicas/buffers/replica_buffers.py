@@ -24,7 +24,6 @@ from typing import Final
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
@@ -113,9 +112,9 @@ class ReplicaBuffers:
             if not unchanged
         ]
         # With several dtypes in one call, CUDA would copy one buffer after another.
-        alike = _group_tensors_by_device_and_dtype(list(map(list, zip(*stale, strict=True)))) if stale else {}
-        for (owns, starts), _ in alike.values():
-            torch._foreach_copy_(owns, starts)
+        for dtype in dict.fromkeys(start.dtype for _, start in stale):
+            alike = [pair for pair in stale if pair[1].dtype == dtype]
+            torch._foreach_copy_([own for own, _ in alike], [start for _, start in alike])
         # A shard that fails never gets to `collect`, so its buffers count as changed until then.
         self._unchanged = [False] * len(self._refs)
 
