@@ -49,8 +49,7 @@ def corpus(folder: Path, log: Path, **options: Any) -> Parts:
             TextLines(path, block=3, index=path.with_suffix(".index"), open_file=partial(open_counted, log))
             for path in files
         ],
-        transform=sample,
-        **{"num_sections": NUM_SECTIONS, **options},
+        **{"transform": sample, "num_sections": NUM_SECTIONS, **options},
     )
 
 
@@ -139,6 +138,32 @@ def test_ranks_are_only_places_before_and_after_a_resume(  # noqa: PLR0917 - fix
     for at, state in [(0, None), *states.items()]:
         found = run_on_ranks(trained, size, folder, tmp_path, [(devices, workers)], state)
         assert found == [[digest]] * size, f"resumed after {at} updates"
+
+
+def sample_of_small(line: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if json.loads(line)[0] > 2:
+        raise ValueError("The first number is large.")
+    return sample(line)
+
+
+def skipped(communicator: ls.Communicator | None, folder: Path, log: Path) -> tuple[str, int, int]:
+    """Train an epoch without bad records; return the digest, and how many this rank and all ranks have skipped."""
+    parts = corpus(folder, log, transform=sample_of_small, on_bad_record="skip")
+    made = updater(parts, 2, 0, communicator)
+    while made.iteration < EPOCH:
+        made.update()
+    made.finalize()
+    return ls.digest(made.get_all_models()["main"]), parts.num_skipped, parts.num_skipped_by_all(made.communicator)
+
+
+def test_bad_records_are_skipped_alike_and_counted_over_all_ranks(folder: Path, tmp_path: Path) -> None:
+    digest, alone, of_all = skipped(None, folder, tmp_path)
+    assert alone == of_all > 20
+    for size in (2, 3):
+        found = run_on_ranks(skipped, size, folder, tmp_path)
+        assert [(each[0], each[2]) for each in found] == [(digest, alone)] * size
+        assert sum(each[1] for each in found) == alone
+        assert min(each[1] for each in found) > 0
 
 
 PLACES = list(product([1, 2, 3, 4], [1, 2], [0, 2]))
