@@ -299,9 +299,7 @@ def combine_buffers(
         changed = sum(weights)
         if not isinstance(changed, Tensor) and not changed:
             continue
-        targets = pack.select(buffers)
-        # Shards began with the same values.
-        before = _on(sums[0].packed[index], home) if sums[0].packed else pack.pack(buffers)
+        before, targets = pack.pack(buffers), pack.select(buffers)
         if pack.averaged and summed is not None:
             value = _mean(before, summed, weight, changed)
         else:
