@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.communicators.environment import RunEnvironment, read_environment, timeout_for
-from lockstep.communicators.joining import _have_own_gpus
+from lockstep.communicators.joining import NO_GPU, _have_own_gpus
 from lockstep.launch.agent import Run
 
 TORCHRUN = {
@@ -134,11 +135,13 @@ def test_what_is_written_for_a_process_is_what_it_reads() -> None:
     assert read_environment(alone.variables()) == alone
 
 
-@pytest.mark.parametrize(("gpus", "own"), [("ab", True), ("aa", False), ("aba", False), ("abcd", True)])
-def test_ranks_that_share_a_gpu_are_found(gpus: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "own"),
+    [("ab", True), ("aa", False), ("aba", False), ("abcd", True), (["a", NO_GPU], False), ([NO_GPU], False)],
+)
+def test_ranks_that_share_a_gpu_or_have_none_are_found(gpus: Sequence[str], own: bool) -> None:
     store = dist.HashStore()
     for rank, gpu in enumerate(gpus):
         store.set(f"gpu/{rank}", gpu)
-    assert [_have_own_gpus(store, RunEnvironment(rank, len(gpus)), gpu) for rank, gpu in enumerate(gpus)] == [
-        own
-    ] * len(gpus)
+    found = {_have_own_gpus(store, RunEnvironment(rank, len(gpus)), gpu) for rank, gpu in enumerate(gpus)}
+    assert found == {own}

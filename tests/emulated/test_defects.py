@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.communicators import RunEnvironment
+from lockstep.precision import nonfinite_flags
 from lockstep.replicas.pool.devices import _of_rank, parse_devices
 from lockstep.replicas.pool.settings import ThreadSettings, inherited
 from lockstep.streams import DefaultStream
@@ -102,20 +102,7 @@ def test_what_a_shard_seeds_stays_on_its_device() -> None:
     assert all(map(torch.equal, before, [torch.emulated.get_rng_state(index) for index in range(4)]))
 
 
-class WithEmpty(nn.Module):
-    """A model with a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.empty = nn.Linear(6, 3), nn.Parameter(torch.empty(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.empty.sum()
-
-
 @on_emulated_devices
-def test_a_parameter_may_have_no_elements() -> None:
-    work = replace(MLP, build=WithEmpty)
-    with finalized(updater_on(work, (FIRST, SECOND), num_shards=4)) as updater:
-        for _ in range(2):
-            updater.update()
+def test_a_gradient_may_have_no_elements() -> None:
+    gradients = [torch.empty(0, device=FIRST), torch.tensor([float("inf")], device=FIRST)]
+    assert nonfinite_flags(gradients).tolist() == [0.0, 1.0]

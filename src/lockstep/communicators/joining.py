@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,15 @@ from lockstep.errors import OrderError, PeerError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
+NO_GPU: Final = "none"
+"""What a rank without a GPU says of its own."""
+
 
 def join_run(seconds: float) -> Watch:
     """Open the default process group with the processes that the environment describes.
 
-    The group is opened over gloo, and over NCCL if there are GPUs. It stays open until the process ends.
+    The group is opened over gloo, and over NCCL if every rank has a GPU of its own. It stays open until the process
+    ends.
 
     Args:
         seconds: Seconds that a rank waits for another before it raises.
@@ -92,13 +96,14 @@ def _local_processes(store: Store, environment: RunEnvironment) -> dict[int, int
 
 
 def _initialize(environment: RunEnvironment, store: Store, timeout: timedelta) -> None:
-    backend = "gloo"
+    gpu = NO_GPU
     if torch.cuda.is_available() and dist.is_nccl_available():
         device = environment.local_rank % torch.cuda.device_count()
         # NCCL uses the current device when the group is opened, and refuses two ranks on one GPU.
         torch.cuda.set_device(device)
-        if _have_own_gpus(store, environment, str(torch.cuda.get_device_properties(device).uuid)):
-            backend = "cpu:gloo,cuda:nccl"
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    # The same on all ranks, so each says what it has.
+    backend = "cpu:gloo,cuda:nccl" if _have_own_gpus(store, environment, gpu) else "gloo"
     dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timeout)
     atexit.register(_destroy_group, os.getpid())
 
@@ -109,7 +114,8 @@ def _have_own_gpus(store: Store, environment: RunEnvironment, gpu: str) -> bool:
     The numbers of the ranks and of the GPUs that each sees do not tell, because a launcher may show each rank its own.
     """
     store.set(f"gpu/{environment.rank}", gpu)
-    return len(set(store.multi_get([f"gpu/{rank}" for rank in range(environment.size)]))) == environment.size
+    gpus = set(store.multi_get([f"gpu/{rank}" for rank in range(environment.size)]))
+    return len(gpus) == environment.size and NO_GPU.encode() not in gpus
 
 
 def _destroy_group(process: int) -> None:

@@ -256,7 +256,8 @@ def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.dev
     for (there, dtype), values in groups.items():
         if dtype in _NOT_CHECKED_BY_CUDA and there.type == "cuda":
             # A power of two rounds nothing.
-            torch._foreach_mul_(values, inverse)
+            if inverse != 1.0:
+                torch._foreach_mul_(values, inverse)
             flags.append(to_device(nonfinite_flags(values).amax(), device))
             continue
         # The dtype is given, because you may have changed the default, and the kernel accepts no other.
