@@ -19,6 +19,9 @@ from streams import synchronize
 TARGET = 0.98
 """The least speed of lockstep, relative to the plain loop."""
 SCALE = 2.0**10
+SECONDS_PER_TURN = 0.3
+LEAST_UPDATES = 5
+"""The least number of updates in a turn."""
 
 
 def run(report: Report, options: Namespace) -> None:
@@ -102,11 +105,11 @@ def compare(task: Task, device: str, batch_size: int, rounds: int) -> str:
         on_overflow="skip",
     ) as updater:
         updates: dict[str, Callable[[], object]] = {"plain": plain(task, device, batch), "lockstep": updater.update}
-        # As many updates per turn as take about a tenth of a second.
+        # A turn waits at its end, which training never does. Several updates per turn make that count for little.
         for update in updates.values():
             for _ in range(3):
                 update()
-        count = max(1, round(0.1 / timed(updates["plain"], device, 2)))
+        count = max(LEAST_UPDATES, round(SECONDS_PER_TURN / timed(updates["plain"], device, 2)))
         for turn in range(rounds):
             for name in sorted(updates, reverse=turn % 2 == 1):
                 seconds[name].append(timed(updates[name], device, count))

@@ -6,8 +6,9 @@ Updaters, `LossScaler` and optimizers all use these functions, so that there is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -158,13 +159,14 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
             torch._amp_foreach_non_finite_check_and_unscale_([part], flag, one)
         return flags
     # A single kernel computes the maximum of each gradient. On a CPU that takes sixteen times as long as the check
-    # above.
-    # An empty tensor has no maximum.
-    filled = [part if part.numel() else part.new_zeros(()) for part in parts]
-    norms = list(torch._foreach_norm(filled, math.inf))
+    # above. An empty tensor has no maximum.
+    present = [part if part.numel() else part.new_zeros(()) for part in parts]
+    with _not_filling():
+        norms = list(torch._foreach_norm(present, math.inf))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]
-    return torch.stack(norms).isfinite().logical_not().float()
+    # 0 times a number that is not finite is a NaN, which differs from 0.
+    return torch.stack(norms).mul_(0.0).ne_(0.0).float()
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str | None:
@@ -303,6 +305,20 @@ def _all_sums_finite(gradients: Sequence[Tensor]) -> bool:
         if not math.isfinite(gradient.sum().item()):
             return False
     return True
+
+
+@contextmanager
+def _not_filling() -> Iterator[None]:
+    """Leave new memory as it is even in deterministic mode, for kernels that write all of many small tensors.
+
+    On an accelerator the mode would start another kernel for each of them.
+    """
+    mode: Any = torch.utils.deterministic  # typed without its only attribute
+    fills, mode.fill_uninitialized_memory = mode.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        mode.fill_uninitialized_memory = fills
 
 
 def _is_uncoalesced(gradient: Tensor) -> bool:

@@ -187,15 +187,16 @@ class DynamicLossScale(LossScale):
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
         """Compute the moving fields for the next attempt without waiting; see `LossScale.after_on_device`."""
         # These are the operations of `after` in the same order, because the bits must be the same. `where` chooses
-        # between results that are all computed, as the host does not know the flag.
+        # between results that are all computed, as the host does not know the flag. In place where that is possible:
+        # new memory, and a tensor for a number, each cost a small model as much time as an operation.
         factor, bad = moving["factor"], nonfinite.bool()
         lower = factor / self.growth if self.backoff is None else factor * self.backoff
         run = moving["finite_updates"] + 1
         grows = run >= self.interval
-        higher = torch.where(grows, (factor * self.growth).clamp(max=self.maximum), factor)
+        higher = torch.where(grows, (factor * self.growth).clamp_(max=self.maximum), factor)
         return {
-            "factor": torch.where(bad, lower.clamp(min=self.minimum), higher),
-            "finite_updates": torch.where(bad, -self.uncounted, torch.where(grows, 0, run)).double(),
+            "factor": torch.where(bad, lower.clamp_(min=self.minimum), higher),
+            "finite_updates": run.masked_fill_(grows, 0.0).masked_fill_(bad, -self.uncounted),
         }
 
 
@@ -449,7 +450,8 @@ def initial_gradient(
         if nearest != share:
             rest = share / nearest * (1.0 if rest is None else rest)
             weight, total = nearest, 1.0
-    factor = factor * weight / total
+    if weight != 1.0 or total != 1.0:
+        factor = factor * weight / total
     if isinstance(factor, Tensor):
         return to_device(factor, loss.device).to(loss.dtype).reshape(loss.shape), rest
     # None saves the creation of a tensor in the usual case.

@@ -162,7 +162,7 @@ class BufferSum:
         packs: The buffers that are computed with together; empty if each buffer is a pack and no shard is added.
         starts: The buffers before the shards.
         compares: Whether shards are compared in buffers that have no mean.
-        packed: The numbers of `starts`, by pack.
+        packed: The numbers of `starts`, by pack; empty until they are compared with.
         differing: For each buffer of a pack, above 0 if it has no mean and shards changed it to different values.
     """
 
@@ -186,16 +186,16 @@ class BufferSum:
             compares: Whether shards are compared in buffers that have no mean, for `check_buffers`.
         """
         zeros: list[Number] = [0.0] * len(packs)
-        packed = [pack.pack(starts) for pack in packs]
-        return cls(ShardSum(first), zeros, [None] * len(packs), packs, starts, compares, packed, zeros.copy())
+        return cls(ShardSum(first), zeros, [None] * len(packs), packs, starts, compares, [], zeros.copy())
 
-    def add(self, shard: int, values: Tensors, weight: float) -> list[bool]:
+    def add(self, shard: int, values: Tensors, weight: float, *, alone: bool = False) -> list[bool]:
         """Add the buffers after one shard.
 
         Args:
             shard: The number of the shard.
             values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
             weight: The weight of the shard.
+            alone: Whether the update has no other shard, so that all it leaves is taken as it is.
 
         Returns:
             For each buffer whether the shard may have changed it.
@@ -203,6 +203,11 @@ class BufferSum:
         shares: Tensors = [None] * len(self.packs)
         may_differ = [True] * len(values)
         present = [start if value is None else value for value, start in zip(values, self.starts, strict=True)]
+        if alone and not self.is_known:
+            self.firsts, self.weights = [pack.pack(present) for pack in self.packs], [weight] * len(self.packs)
+            self.weighted_sums.push(shard, shares)
+            return may_differ
+        self.packed = self.packed or [pack.pack(self.starts) for pack in self.packs]
         for index, (pack, before) in enumerate(zip(self.packs, self.packed, strict=True)):
             numbers = pack.pack(present)
             changed = pack.changed(before, numbers)
@@ -310,7 +315,8 @@ def combine_buffers(
                 value = _choose(changed > 1, before + summed, value)
         keeps = changed == 0
         if found_inf is not None:
-            keeps = keeps | (to_device(found_inf, home) > 0)
+            skips = to_device(found_inf, home) > 0
+            keeps = keeps | skips if isinstance(keeps, Tensor) else skips
         parts = pack.split(_choose(keeps, before, value))
         torch._foreach_copy_(targets, list(map(torch.view_as_complex, parts)) if targets[0].is_complex() else parts)
 

@@ -145,13 +145,14 @@ class ReplicaBuffers:
         """Return the tensors that the last shard has left, in the order of `buffer_refs`."""
         return [ref.get() for ref in self._refs]
 
-    def collect(self, shard: int, weight: float, into: BufferSum) -> None:
+    def collect(self, shard: int, weight: float, into: BufferSum, *, alone: bool = False) -> None:
         """Add the buffers after one shard to a sum.
 
         Args:
             shard: The number of the shard, in ascending order.
             weight: The weight of the shard. A product with it must be exact in float64.
             into: The sum of this device, which is changed in place.
+            alone: Whether the update has no other shard.
 
         Raises:
             ValueError: If the shard assigned a tensor of another shape to a buffer, or left another value than an
@@ -162,7 +163,7 @@ class ReplicaBuffers:
             None if value is None else _in_format_of(value, ref, start)
             for value, ref, start in zip(left, self._refs, self._start, strict=True)
         ]
-        changed = into.add(shard, values, weight)
+        changed = into.add(shard, values, weight, alone=alone)
         if into.is_known and any(into.differing):
             raise rule_error(self._sources[list(map(bool, into.differing)).index(True)], DIFFERING)
         self._unchanged = [

@@ -122,7 +122,8 @@ class GradientContext:
                 num_own += report.has_own_weight
             total /= self._divisor(own_weights=self.weighted or num_own > 0)
             self.is_mixed = num_own < len(reports) and self.weighted != (num_own > 0)
-        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale_factor * total)
+        factor = self.loss_scale_factor if total == 1.0 else self.loss_scale_factor * total
+        return partial(divide_ if self.deferred else unscale_and_check_, factor=factor)
 
 
 @dataclass(slots=True)
@@ -225,9 +226,10 @@ class DeviceGradientTask:
         if send is None:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
-        weight = 1 if context.num_samples is None else len(shard.samples)
+        alone = context.num_samples is None
+        weight = 1 if alone else len(shard.samples)
         if runner.buffers.entries:
-            runner.buffers.collect(shard.index, weight, self.buffer_sum)
+            runner.buffers.collect(shard.index, weight, self.buffer_sum, alone=alone)
         self.buffer_weight += weight
         self.reports.append(report)
 
