@@ -126,6 +126,54 @@ def test_hugging_face_streams(rows: Path, kind: str, monkeypatch: pytest.MonkeyP
     assert [[sample["number"] for sample in next(second)] for _ in range(20)] == whole[41:61]
 
 
+def test_a_resumed_hugging_face_stream_reads_a_file_of_each_section_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415 - optional
+
+    (log := tmp_path / "log").mkdir()
+
+    class CountedFiles(LocalFileSystem):  # type: ignore[misc]  # typed as Any
+        protocol = "counted"
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> str:
+            # By its name alone, because each library strips another part of a path.
+            return str(tmp_path / Path(path).name)
+
+        def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+            return open_counted(log, self._strip_protocol(path))
+
+    fsspec.register_implementation("counted", CountedFiles, clobber=True)
+    for file in range(3):
+        rows = ({"number": file * 1000 + row, "text": "x" * 50} for row in range(1000))
+        (tmp_path / f"{file}.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    size = max((tmp_path / f"{file}.json").stat().st_size for file in range(3))
+
+    def batches() -> ls.BatchIterator:
+        files = [f"counted://{file}.json" for file in range(3)]
+        stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+        shards = [partial(stream.shard, num_shards=3, index=shard) for shard in range(3)]
+        parts = [StreamPart(each, f"{shard}", block=50, index=tmp_path / f"{shard}") for shard, each in enumerate(shards)]
+        return ls.BatchIterator(Parts(parts, num_sections=4), 32, shuffle=True, seed=2)
+
+    whole, numbers, read = batches(), [], []
+    while whole.epoch < 1:
+        numbers.append([sample["number"] for sample in next(whole)])
+        read.append(num_bytes_read(log))
+    first, second = batches(), batches()
+    first.advance(41)
+    second.load_state_dict(first.state_dict())
+    before = num_bytes_read(log)
+    assert [[sample["number"] for sample in next(second)] for _ in numbers[41:]] == numbers[41:]
+    # The library looks at the first file once more for the names of its columns.
+    assert size < num_bytes_read(log) - before - (read[-1] - read[40]) <= (4 + 1) * size
+
+
 def test_the_samples_of_a_torchdata_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("torchdata.nodes", reason="torchdata is not installed")
     from torchdata.nodes import IterableWrapper, Loader, Mapper  # noqa: PLC0415 - optional
