@@ -153,8 +153,11 @@ def interrupt(out: Path, place: Place, given: Kill) -> bool:
         if alive:
             if given.everything:
                 victims = descendants(process.pid)
-                # First, and with what it forks its ranks from, so that it starts no further one meanwhile.
-                os.killpg(process.pid, signal.SIGKILL)
+                # First, and with what it forks its ranks from, so that it starts no further one meanwhile. In its first
+                # moment a process has no group of its own yet.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                victims.append(process.pid)
             kill(victims)
         ending(process)
     return alive

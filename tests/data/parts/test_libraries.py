@@ -158,7 +158,9 @@ def test_a_resumed_hugging_face_stream_reads_a_file_of_each_section_again(
         files = [f"counted://{file}.json" for file in range(3)]
         stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
         shards = [partial(stream.shard, num_shards=3, index=shard) for shard in range(3)]
-        parts = [StreamPart(each, f"{shard}", block=50, index=tmp_path / f"{shard}") for shard, each in enumerate(shards)]
+        parts = [
+            StreamPart(each, f"{shard}", block=50, index=tmp_path / f"{shard}") for shard, each in enumerate(shards)
+        ]
         return ls.BatchIterator(Parts(parts, num_sections=4), 32, shuffle=True, seed=2)
 
     whole, numbers, read = batches(), [], []

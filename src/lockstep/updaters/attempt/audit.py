@@ -33,6 +33,9 @@ Place: TypeAlias = "tuple[int, int]"
 Seals: TypeAlias = "tuple[float | None, ...]"
 """The checksums of what a shard has computed, in the order of `Audit.names`."""
 
+Compute: TypeAlias = "Callable[[int], Seals | None]"
+"""Computes the shard on a device of this process, and returns its checksums; None if it was left out."""
+
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Sends a message to every rank, and returns the messages of all."""
 
@@ -96,14 +99,14 @@ class Audit:
         spare: The place of a third computation, if the first two differ.
         rank: The rank of this process.
         names: What is compared: gradients by the names of their parameters, the loss, buffers and carried values.
-        compute: Computes the shard on a device of this process, and returns its checksums; None if it was left out.
         first: The checksums of the first computation, on the rank that makes it.
         again: The checksums of the second one.
         states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
         began: These states before the first shard of the attempt.
         before: These states before the second computation.
         given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
-        left: The checksums of averaged buffers after each shard, by name, where they are compared.
+        compares_buffers: Whether averaged buffers are compared between shards.
+        left: The checksums of these buffers after each shard, by name.
     """
 
     shard: Shard
@@ -112,20 +115,24 @@ class Audit:
     spare: Place
     rank: int
     names: Sequence[str] = ()
-    compute: Callable[[int], Seals | None] = field(init=False)
     states: Callable[[], dict[str, object]] = dict
     began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     first: Seals | None = None
     again: Seals | None = None
     given: Any = None
+    compares_buffers: bool = False
     left: dict[str, set[int]] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Compute the shard once more, if that is the task of this rank."""
+    def run(self, compute: Compute) -> None:
+        """Compute the shard once more, if that is the task of this rank.
+
+        Args:
+            compute: Computes the shard.
+        """
         self.before = self.states()
         if self.other[0] == self.rank:
-            self.again = self.compute(self.other[1])
+            self.again = compute(self.other[1])
 
     def note_buffers(self, refs: Sequence[BufferRef], left: Iterable[torch.Tensor | None], rules: BufferRules) -> None:
         """Keep the checksums of buffers that a shard has left, and that shards may disagree on.
@@ -143,10 +150,13 @@ class Audit:
         """Return what this rank has computed, to be sent to the other ranks."""
         return [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
 
-    def finding(self, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None) -> Finding | None:
+    def finding(
+        self, compute: Compute, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None
+    ) -> Finding | None:
         """Compare both computations; if they differ, compute the shard again until it is known which is wrong.
 
         Args:
+            compute: Computes the shard.
             reports: What each rank has returned by `to_plain`; none in a single process.
             exchange: Exchanges messages between the ranks; None in a single process.
 
@@ -160,7 +170,7 @@ class Audit:
         # A third computation decides; where there are two places only, a fourth one tells a place that is always wrong
         # from one that was wrong once.
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
-            found = self.compute(place[1]) if place[0] == self.rank else None
+            found = compute(place[1]) if place[0] == self.rank else None
             votes.append((place, self._gather(found, exchange)))
         after = self.states()
         # Where the same shard was computed last before, what it leaves behind is the same again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -72,14 +72,11 @@ from lockstep.updaters.setup import (
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
-    CONSUME,
     GRADIENT_OF,
     PRESENT,
-    USED_VERSION,
-    VERSION_OF,
     check_first_shards,
-    check_no_unused_gradients,
     check_reached,
+    remove_gradients,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 
@@ -208,10 +205,10 @@ class GradientEngine:
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
         if attempt.audit is not None or self.training.iteration >= self.auditor.next:
-            attempt.refuted, attempt.audit = False, self._choose_audit(attempt, context)
+            attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
             attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
-        scale = attempt.scale
+        scale, audit, carried = attempt.scale, attempt.audit, self._start_carried(attempt)
         attempt.gradient_context = GradientContext(
             request.loss_fn,
             self._precision,
@@ -223,19 +220,23 @@ class GradientEngine:
             self.watch,
             recipe.reduction == "mean" and not request.summed,
             weighted=self._weighted,
-            inspect_shard=request.inspect_shard if attempt.audit is None else partial(self._record, attempt),
+            inspect_shard=request.inspect_shard if audit is None else partial(self._record, audit, share, carried),
             deferred=request.deferred,
-            carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
+            carried=carried,
             shard_loss=request.shard_loss,
             merges=self._merges and self.prepared.has_large,
         )
         if self.training.iteration < self._checked_until:
             attempt.gradient_context.is_first, attempt.gradient_context.foreign_leaves = True, []
             attempt.gradient_context.reads_buffers = self.training.iteration == self._start
-        if attempt.audit is not None:
-            attempt.gradient_context.inspected = attempt.audit.shard.index
+        if audit is not None:
+            attempt.gradient_context.inspected = audit.shard.index
 
-    def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> Audit | None:
+    def _start_carried(self, attempt: Attempt) -> CarriedAttempt | None:
+        """Return what receives the values that the shards of an attempt carry to the next batch, if any are carried."""
+        return None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
+
+    def _choose_audit(self, attempt: Attempt) -> Audit | None:
         """Choose the shard that is computed twice, or None if the update is not audited."""
         request, update = attempt.request, self.training.iteration
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
@@ -247,58 +248,55 @@ class GradientEngine:
         carried = () if self.training.carried is None else self.training.carried.names
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
+        audit.compares_buffers = update == self._start and attempt.share.num_shards > 1
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)
         if self.is_first:
             audit.states = partial(states, request.loss_fn, models)
             audit.began = audit.states()
-        audit.compute = partial(self._compute_again, attempt, context)
         # Samples that draw would be others if they were read again.
         if may_draw([attempt.batches[audit.shard.batch]]):
             given = (given for run in attempt.device_shards for shard, given in run if shard is audit.shard)
             audit.given = map_tensors(copied, next(given, None))
         return audit
 
-    def _record(self, attempt: Attempt, shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+    # What an attempt holds must not refer to it: a cycle would keep its gradients until the garbage collector runs.
+    def _record(self, audit: Audit, share: RankShare, carried: CarriedAttempt | None, *computed: Any) -> None:
         """Keep the checksums of the shard that is audited, and of buffers that shards may disagree on."""
-        audit, share = attempt.audit, attempt.share.shards_by_device
-        if audit is None:
-            return
-        self._note_buffers(attempt, audit, next(place for place, run in enumerate(share) if shard in run))
+        shard = computed[0]
+        place = next(at for at, run in enumerate(share.shards_by_device) if shard in run)
+        self._note_buffers(audit, place)
         if shard.index == audit.shard.index and audit.place[0] == audit.rank:
-            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
+            audit.first = self._seals(carried, place, *computed)
 
-    def _note_buffers(self, attempt: Attempt, audit: Audit, place: int) -> None:
+    def _note_buffers(self, audit: Audit, place: int) -> None:
         """Keep the checksums of buffers that a shard has left on a device, and that shards may disagree on."""
-        if self.training.iteration == self._start and attempt.share.num_shards > 1:
+        if audit.compares_buffers:
             left = self.prepared.runners[place].buffers.left()
             audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
 
     def _seals(
-        self, context: GradientContext, place: int, shard: Shard, gradients: Tensors, report: ShardReport
+        self, carried: CarriedAttempt | None, place: int, shard: Shard, gradients: Tensors, report: ShardReport
     ) -> Seals:
         """Return the checksums of what a shard has computed."""
-        carried = () if context.carried is None else context.carried.returned(shard.samples)
-        computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *carried)
+        returned = () if carried is None else carried.returned(shard.samples)
+        computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *returned)
         return seals_of(computed, report.weight)
 
-    def _compute_again(self, attempt: Attempt, context: UpdateContext, place: int) -> Seals | None:
+    def _compute_again(self, attempt: Attempt, audit: Audit, context: UpdateContext, place: int) -> Seals | None:
         """Compute the audited shard on a device of this process, and leave everything else as it is."""
-        audit, request, found = attempt.audit, attempt.request, list[Seals]()
-        if audit is None:
-            return None
-        device = self.replicas.devices[place]
+        request, found, device = attempt.request, list[Seals](), self.replicas.devices[place]
         if audit.given is None:
             again = self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0]
         else:
             again = [(audit.shard, map_tensors(lambda each: copy_to_device(copied(each), device), audit.given))]
-        carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
+        carried = self._start_carried(attempt)
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
-            found.append(self._seals(in_audit, place, audit.shard, gradients, report))
+            found.append(self._seals(carried, place, audit.shard, gradients, report))
             # Of another rank, where each rank has a single one.
-            self._note_buffers(attempt, audit, place)
+            self._note_buffers(audit, place)
 
         in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
         tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
@@ -404,7 +402,9 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            self._remove_gradients(request.wanted)
+            # For new ones, and so that `reduce` detects gradients of the original.
+            optimizers = self.training.optimizers.values()
+            remove_gradients(prepared.named_parameters, request.wanted, self.used_at, optimizers)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
@@ -426,10 +426,10 @@ class GradientEngine:
                 parallel=self.replicas.wants_threads(device_shards),
             )
             if attempt.audit is not None and not self.replicas.stopping:
-                attempt.audit.run()
+                attempt.audit.run(partial(self._compute_again, attempt, attempt.audit, context))
         if attempt.audit is not None:
             self.auditor.warn_of_buffers(attempt.audit.left)
-            attempt.refuted = self.ranks is None and self._is_refuted(attempt)
+            attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
             self._speeds.end_computation(device_shards)
@@ -438,17 +438,6 @@ class GradientEngine:
             self.watch.phase = "data loading"
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
-
-    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
-        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
-        parameters = self.prepared.parameters
-        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
-        if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
-            named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
-            check_no_unused_gradients(named, wanted, self.used_at, optimizers)
-        if wanted is not None:
-            parameters = [each for each in parameters if id(each) in wanted]
-        CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -479,7 +468,7 @@ class GradientEngine:
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
                 compares_buffers=attempt.gradient_context.is_first,
-                refuted=partial(self._is_refuted, attempt),
+                refuted=partial(self._is_refuted, attempt, context),
                 damaged=partial(self.auditor.must_repeat_sum, (self.training.iteration, request.computation)),
             )
             if attempt.complete:
@@ -511,10 +500,17 @@ class GradientEngine:
         return spoiled
 
     def _is_refuted(
-        self, attempt: Attempt, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None
+        self,
+        attempt: Attempt,
+        context: UpdateContext,
+        reports: Sequence[Sequence[str | None]] = (),
+        exchange: Exchange | None = None,
     ) -> bool:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
-        finding = None if attempt.audit is None else attempt.audit.finding(reports, exchange)
+        if attempt.audit is None:
+            return False
+        compute = partial(self._compute_again, attempt, attempt.audit, context)
+        finding = attempt.audit.finding(compute, reports, exchange)
         at = self.training.iteration, attempt.request.computation
         return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 
