@@ -145,7 +145,7 @@ def test_a_resumed_hugging_face_stream_reads_a_file_of_each_section_again(
             # By its name alone, because each library strips another part of a path.
             return str(tmp_path / Path(path).name)
 
-        def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        def _open(self, path: str, *_: Any, **__: Any) -> Any:
             return open_counted(log, self._strip_protocol(path))
 
     fsspec.register_implementation("counted", CountedFiles, clobber=True)
