@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,25 @@ def test_a_slow_worker_is_waited_for() -> None:
     batches = ls.BatchIterator(Slow(None), 2, num_workers=1)
     assert [len(next(batches)) for _ in range(3)] == [2, 2, 2]
     batches.finalize()
+
+
+ORPHANED = """
+import os, time
+import lockstep as ls
+
+os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1.0)))
+next(ls.BatchIterator(list(range(8)), 2, num_workers=1))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell which processes there are")
+def test_a_worker_whose_process_is_killed_as_it_starts_ends_too(tmp_path: Path) -> None:
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        assert Path(f"/proc/{worker}").exists()
+        await_true(lambda: not Path(f"/proc/{worker}").exists())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -298,6 +299,17 @@ def _spread(fetched: Sequence[Any], positions: Sequence[int], size: int) -> Sequ
     return samples
 
 
+def _begin_worker(parent: int, shielded: bool, worker: int) -> None:
+    """Prepare a worker process, and end it if the process that has started it is gone."""
+    # From the next line of PyTorch's loop on, a worker ends with its parent. Killed before, the parent would leave one
+    # that waits for ever. A server that forks workers ends them itself.
+    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != parent:
+        os._exit(1)
+    if shielded:
+        # The system may signal all processes, and a run that ends after the current update still needs its workers.
+        shield_worker(worker)
+
+
 def fetch_ahead(
     dataset: MapDataset | StreamedDataset, batches: Iterable[Sequence[Any]], *, num_workers: int, seed: int
 ) -> Iterator[list[Any]]:
@@ -328,8 +340,7 @@ def fetch_ahead(
         prefetch_factor=_BATCHES_PER_WORKER,
         # Without a generator, the loader would draw its seed from the default generator.
         generator=torch.Generator().manual_seed(seed),
-        # The system may signal all processes, and a run that ends after the current update still needs its workers.
-        worker_init_fn=shield_worker if shielded else None,
+        worker_init_fn=partial(_begin_worker, os.getpid(), shielded),
     )
     stream = iter(loader)
     try:

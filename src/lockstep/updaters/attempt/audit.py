@@ -135,14 +135,14 @@ class Audit:
             self.again = compute(self.other[1])
 
     def note_buffers(self, refs: Sequence[BufferRef], left: Iterable[torch.Tensor | None], rules: BufferRules) -> None:
-        """Keep the checksums of buffers that a shard has left, and that shards may disagree on.
+        """Keep the checksums of buffers that a shard has left, and that shards may disagree on, if they are compared.
 
         Args:
             refs: The buffers of the model.
             left: What the shard has left in each of them; None where it changed nothing.
             rules: The rules by which buffers of shards become one.
         """
-        for ref, tensor in zip(refs, left, strict=True):
+        for ref, tensor in zip(refs, left, strict=True) if self.compares_buffers else ():
             if tensor is not None and is_averaged_silently(ref, tensor, rules):
                 self.left.setdefault(ref.path, set()).add(checksum(tensor))
 

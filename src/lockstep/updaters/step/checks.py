@@ -6,7 +6,6 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter, is_not
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal
@@ -442,17 +441,3 @@ def check_no_unused_gradients(
                 "update, call `apply_gradients` after each `compute_gradients` (to `accumulate` batches is an option "
                 "of the updater), or drop it by `optimizer.zero_grad()`."
             )
-
-
-def remove_gradients(
-    parameters: Mapping[str, torch.Tensor],
-    wanted: Collection[int] | None,
-    used_at: Mapping[int, int],
-    optimizers: Iterable[Optimizer],
-) -> None:
-    """Free the memory of the last gradients; see `check_no_unused_gradients` for the arguments and the error."""
-    gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters.values())))
-    if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
-        check_no_unused_gradients(parameters, wanted, used_at, optimizers)
-    removed = [each for each in parameters.values() if wanted is None or id(each) in wanted]
-    CONSUME(map(setattr, removed, repeat("grad"), repeat(None)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -72,11 +72,14 @@ from lockstep.updaters.setup import (
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
+    CONSUME,
     GRADIENT_OF,
     PRESENT,
+    USED_VERSION,
+    VERSION_OF,
     check_first_shards,
+    check_no_unused_gradients,
     check_reached,
-    remove_gradients,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 
@@ -208,7 +211,8 @@ class GradientEngine:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
             attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
-        scale, audit, carried = attempt.scale, attempt.audit, self._start_carried(attempt)
+        scale, audit, former = attempt.scale, attempt.audit, self.training.carried
+        carried = None if former is None else CarriedAttempt(former, attempt.sizes)
         attempt.gradient_context = GradientContext(
             request.loss_fn,
             self._precision,
@@ -231,10 +235,6 @@ class GradientEngine:
             attempt.gradient_context.reads_buffers = self.training.iteration == self._start
         if audit is not None:
             attempt.gradient_context.inspected = audit.shard.index
-
-    def _start_carried(self, attempt: Attempt) -> CarriedAttempt | None:
-        """Return what receives the values that the shards of an attempt carry to the next batch, if any are carried."""
-        return None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
 
     def _choose_audit(self, attempt: Attempt) -> Audit | None:
         """Choose the shard that is computed twice, or None if the update is not audited."""
@@ -264,17 +264,11 @@ class GradientEngine:
     # What an attempt holds must not refer to it: a cycle would keep its gradients until the garbage collector runs.
     def _record(self, audit: Audit, share: RankShare, carried: CarriedAttempt | None, *computed: Any) -> None:
         """Keep the checksums of the shard that is audited, and of buffers that shards may disagree on."""
-        shard = computed[0]
-        place = next(at for at, run in enumerate(share.shards_by_device) if shard in run)
-        self._note_buffers(audit, place)
-        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
+        place = next(at for at, run in enumerate(share.shards_by_device) if computed[0] in run)
+        left = self.prepared.runners[place].buffers.left()
+        audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
+        if computed[0].index == audit.shard.index and audit.place[0] == audit.rank:
             audit.first = self._seals(carried, place, *computed)
-
-    def _note_buffers(self, audit: Audit, place: int) -> None:
-        """Keep the checksums of buffers that a shard has left on a device, and that shards may disagree on."""
-        if audit.compares_buffers:
-            left = self.prepared.runners[place].buffers.left()
-            audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
 
     def _seals(
         self, carried: CarriedAttempt | None, place: int, shard: Shard, gradients: Tensors, report: ShardReport
@@ -291,12 +285,13 @@ class GradientEngine:
             again = self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0]
         else:
             again = [(audit.shard, map_tensors(lambda each: copy_to_device(copied(each), device), audit.given))]
-        carried = self._start_carried(attempt)
+        carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
 
         def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
             found.append(self._seals(carried, place, audit.shard, gradients, report))
             # Of another rank, where each rank has a single one.
-            self._note_buffers(audit, place)
+            left = self.prepared.runners[place].buffers.left()
+            audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
 
         in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
         tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
@@ -402,9 +397,7 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            # For new ones, and so that `reduce` detects gradients of the original.
-            optimizers = self.training.optimizers.values()
-            remove_gradients(prepared.named_parameters, request.wanted, self.used_at, optimizers)
+            self._remove_gradients(request.wanted)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
@@ -438,6 +431,17 @@ class GradientEngine:
             self.watch.phase = "data loading"
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
+
+    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
+        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
+        parameters = self.prepared.parameters
+        gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
+        if list(map(getattr, gradients, repeat(USED_VERSION), repeat(None))) != list(map(VERSION_OF, gradients)):
+            named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
+            check_no_unused_gradients(named, wanted, self.used_at, optimizers)
+        if wanted is not None:
+            parameters = [each for each in parameters if id(each) in wanted]
+        CONSUME(map(setattr, parameters, repeat("grad"), repeat(None)))
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
