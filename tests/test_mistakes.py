@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from tests.support.mistakes import (
     build,
     evaluate,
     ext,
+    file_for_a_folder,
     loss_of_batch,
     loss_of_outer_model,
     loss_that_steps,
@@ -42,11 +44,15 @@ from tests.support.mistakes import (
     own_backward,
     own_optimizer_step,
     own_scheduler_step,
+    own_step_after_compute_gradients,
+    replaced_layer,
+    report_of_two_arguments,
     resumed,
     run,
     same_extension_twice,
     set_on,
     sgd,
+    snapshots_twice,
     table,
     train,
     trainer,
@@ -97,6 +103,7 @@ LOSSES = [
     ),
     row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
+    row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
     row("outer model", loss_of_outer_model, "must compute its loss with the model that it is given"),
     row("step inside", loss_that_steps, "SGD.step() is called although update() steps", "Leave the call out"),
     row(
@@ -205,7 +212,12 @@ SAMPLES = [
         "which gives each rank samples of its own",
         "leave out the DistributedSampler",
     ),
-    row("ragged", lambda: train(iterator=batches(Ragged())), "`samples[1][0]` must have the shape (1,)"),
+    row(
+        "ragged",
+        lambda: train(iterator=batches(Ragged())),
+        "`samples[1][0]` must have the shape (1,)",
+        "collate, padding=0)",
+    ),
     row("texts", lambda: train(iterator=batches(Texts())), "got a str", "pass your own `converter`"),
     row(
         "default_collate",
@@ -250,11 +262,15 @@ UPDATERS = [
     row("scheduler class", lambda: build(scheduler=StepLR), "got the class StepLR", "Create one: StepLR(...)"),
     row("other scheduler", lambda: build(scheduler=StepLR(sgd(net()), 1)), "is another object", "Create the scheduler"),
     row("own step", own_optimizer_step, "SGD.step() is called although update() steps", "Leave the call out"),
+    row("own step after compute", own_step_after_compute_gradients, "is not counted", "Call apply_gradients() instead"),
+    row("replaced layer", replaced_layer, "it does not hold '1.weight'", "create optimizer and updater again"),
+    row("numpy", lambda: build(num_shards=np.int64(4)), "must be an integer, got np.int64(4)", "Pass int(4)"),
+    row("stream", lambda: build(iterator=Stream()), "whose items are taken for batches", "Pass DataLoader(dataset"),
     row("own scheduler", own_scheduler_step, "(`scheduler`)", "Leave out your call"),
     row("scheduled twice", two_ways_to_step, "so that it steps twice", "or the StepScheduler"),
     row("own backward", own_backward, "got one that no optimizer has used", "optimizer.zero_grad()"),
     row("fp8", lambda: build(precision="fp8"), ONE_OF),
-    row("16-mixed", lambda: build(precision="16-mixed"), ONE_OF, "Pass precision='fp16'"),
+    row("16-mixed", lambda: build(precision="16-mixed"), ONE_OF, "'fp16', with loss_scale=DynamicLossScale(2.0**16)"),
     row("bf16-mixed", lambda: build(precision="bf16-mixed"), ONE_OF, "Pass precision='bf16'"),
     row("dtype", lambda: build(precision=torch.bfloat16), ONE_OF, "Pass precision='bf16'"),
     row("float16", lambda: build(precision="float16"), ONE_OF, "Pass precision='fp16'"),
@@ -329,6 +345,7 @@ UPDATERS = [
 UNIT = "must be one of 'iteration', 'update', 'epoch', 'sample', 'second'"
 EXTENSION = "`extension` must be an Extension or a function of the trainer"
 TRAINERS = [
+    row("file for a folder", file_for_a_folder, "`out` must be a folder, got 'x', which is a file"),
     row("model", lambda: ls.Trainer(net()), "got a Linear", "Create one: lockstep.ParallelUpdater"),
     row("nothing", ls.Trainer, "missing a required argument: 'updater'", "(updater, until, out, extensions)"),
     *(
@@ -430,6 +447,15 @@ TRAINERS = [
 ]
 
 EXTENSIONS = [
+    row("snapshots twice", snapshots_twice, "is in use by this process", "Add one `extensions.Snapshot`"),
+    row(
+        "columns in a text", lambda: table("epoch,main/loss"), "must be a list of names", "Pass ['epoch', 'main/loss']"
+    ),
+    row(
+        "not added",
+        lambda: ext.Evaluator(batches(repeat=False), {"a": met.Accuracy()})(trainer()),
+        "Add it by trainer.extend(extension)",
+    ),
     row("table without log", lambda: run(ext.PrintReport()), "must name a LogReport", "trainer.extend(LogReport())"),
     row("columns", lambda: table("epoch", "loss", "acc"), "got 'loss'", "Did you mean 'main/loss'", "got 'acc'"),
     row(

@@ -62,7 +62,7 @@ UPDATER: Final = {
     "max_grad_norm": "Pass clip_grad_norm=1.0.",
     "accelerator": 'Pass devices=["cuda:0", "cuda:1"], devices=2 or devices="auto".',
     "strategy": _PROCESSES,
-    "mixed_precision": 'Pass precision="bf16" or precision="fp16".',
+    "mixed_precision": 'Pass precision="bf16", or precision="fp16" with loss_scale=DynamicLossScale(2.0**16).',
     "find_unused_parameters": "Leave it out: parameters without a gradient are found in every update.",
     "world_size": _PROCESSES,
 }

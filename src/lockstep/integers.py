@@ -25,7 +25,8 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         ValueError: If the value is less than `minimum`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+        remedy = "" if isinstance(value, bool) or not hasattr(value, "__index__") else f" Pass int({value})."
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.{remedy}")
     if minimum is not None and value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
 

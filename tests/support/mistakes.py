@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +137,44 @@ def own_optimizer_step() -> None:
     for _ in range(2):
         updater.update()
         optimizer.step()
+
+
+def own_step_after_compute_gradients() -> None:
+    model = net()
+    optimizer = sgd(model)
+    updater = build(model=model, optimizer=optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        updater.compute_gradients((X, Y))
+        optimizer.step()
+
+
+def replaced_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    updater = build(model=model)
+    updater.update()
+    model[1] = nn.Linear(4, 2)
+    updater.update()
+
+
+def snapshots_twice() -> None:
+    trainer = ls.Trainer(build(), (1, "epoch"), "x")
+    trainer.extend(ext.Snapshot(), name="newest")
+    trainer.extend(ext.Snapshot(best="main/loss", mode="min"), name="best")
+    trainer.run()
+
+
+def file_for_a_folder() -> None:
+    Path("x").touch()
+    run()
+
+
+def report_of_two_arguments() -> None:
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        ls.report("accuracy", 1.0)
+        return ce(model(x), y)
+
+    train(loss_fn=loss_fn)
 
 
 def own_scheduler_step() -> None:

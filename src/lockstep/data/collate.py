@@ -155,7 +155,8 @@ def _check_structure(value: Any, first: Any, number: int, path: str) -> None:
 
 def _mismatch(rule: str, value: object, number: int, path: str) -> ValueError:
     """Return an error that names a sample and how it differs from the first."""
-    return ValueError(f"`samples[{number}]{path}` must {rule}, like `samples[0]{path}`, got {value}.")
+    remedy = " To fill up shorter ones, pass converter=partial(lockstep.collate, padding=0)." if "shape" in rule else ""
+    return ValueError(f"`samples[{number}]{path}` must {rule}, like `samples[0]{path}`, got {value}.{remedy}")
 
 
 def _padding_per_field(padding: Any, first: Any, keys: list[Any], path: str) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, final, get_args, ru
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data.iterator import Iterator
 from lockstep.data.samples import Samples
@@ -123,6 +123,13 @@ def check_source(source: object, name: str) -> None:
         )
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
     check_not_split_by_rank(source, name)
+    if isinstance(source, IterableDataset) and name != "source":
+        warnings.warn(
+            f"`{name}` is a {type(source).__name__}, whose items are taken for batches, although an IterableDataset of "
+            "torch yields samples. Pass DataLoader(dataset, batch_size); or IterableBatches(dataset) if its items are "
+            "batches.",
+            stacklevel=4,
+        )
 
 
 def _iterator(source: Any) -> PythonIterator[Any]:

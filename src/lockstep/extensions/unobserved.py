@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -24,7 +25,10 @@ def check_names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] |
         TypeError: If they are a text, whose letters would be taken for names.
     """
     if isinstance(names, str):
-        raise TypeError(f"`{argument}` must be a list of names, got the text {names!r}. Pass [{names!r}].")
+        raise TypeError(
+            f"`{argument}` must be a list of names, got the text {names!r}. Pass "
+            f"{[name.strip() for name in names.split(',')]}."
+        )
     return None if names is None else tuple(names)
 
 
@@ -56,7 +60,8 @@ class Unobserved:
             return
         self._known.update(known)
         self._names -= self._known
-        at_end = at_end and trainer.updater.epoch > 0
+        # While an error ends the run, what is missing may only have come later.
+        at_end = at_end and trainer.updater.epoch > 0 and sys.exc_info()[1] is None
         missed = [name for name in sorted(self._names) if at_end or self._nearest(name)]
         if not missed:
             return

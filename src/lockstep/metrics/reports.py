@@ -179,6 +179,8 @@ class Observers:
         if observer not in self._prefixes:
             rule = "must be a module of the model that runs"
             remedy = "In a loss function, take it from the model that is passed to it, or omit it."
+            if not isinstance(observer, nn.Module):
+                remedy = "To report a value, pass a dict: report({name: value})."
             raise ValueError(f"`observer` {rule}, got another {type(observer).__name__}. {remedy}")
         return self._prefixes[observer]
 

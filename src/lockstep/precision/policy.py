@@ -92,7 +92,8 @@ def parse_precision(name: str) -> Precision:
     if name not in PRECISIONS:
         digits = "".join(each for each in str(name) if each.isdigit())
         nearest = "bf16" if "b" in str(name) and digits == "16" else {"16": "fp16", "32": "fp32"}.get(digits)
-        remedy = f" Pass precision={nearest!r}." if nearest else ""
+        scaled = ", with loss_scale=DynamicLossScale(2.0**16) as GradScaler has" if nearest == "fp16" else ""
+        remedy = f" Pass precision={nearest!r}{scaled}." if nearest else ""
         raise ValueError(f"`precision` must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}.{remedy}")
     return PRECISIONS[name]
 

@@ -241,7 +241,10 @@ class Trainer:
         for entry in self._entries.values():
             if entry.extension is extension:
                 return entry.name
-        raise KeyError(f"`extension` must be one of {sorted(self._entries)}, got {extension.name!r}.")
+        raise KeyError(
+            f"`extension` must be one of {sorted(self._entries)}, got another one called {extension.name!r}. Add it by "
+            "trainer.extend(extension). To evaluate at once, call evaluate(model) of an Evaluator."
+        )
 
     def observe(self, name: str, value: Observed) -> None:
         """Add a value to the observation of this iteration, for the extensions that run later.
@@ -292,6 +295,8 @@ class Trainer:
                 )
             return
         self._stopped = False
+        if self.out.exists() and not self.out.is_dir():
+            raise NotADirectoryError(f"`out` must be a folder, got {str(self.out)!r}, which is a file.")
         self.out.mkdir(parents=True, exist_ok=True)  # after the check: a run that has ended must not write anything
         self._started = time.perf_counter()
         try:

@@ -239,7 +239,9 @@ def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
         TypeError: If it is not such a pair.
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
-        raise TypeError(f'`{argument}` must be a pair such as (10, "epoch") where it is a tuple, got {spec!r}.')
+        raise TypeError(
+            f'`{argument}` must be a pair such as (10, "epoch"), of a Python number, where it is a tuple, got {spec!r}.'
+        )
     return spec[0], spec[1]
 
 

@@ -196,7 +196,12 @@ class Channel:
         who = "A rank" if rank is None else f"Rank {rank}"
         seconds = self._timeout.total_seconds()
         reason = str(error).strip().partition("\n")[0]
-        return PeerError(f"{who} is gone or has not answered within {seconds:g} s: {reason}", rank=rank)
+        return PeerError(
+            f"{who} is gone or has not answered within {seconds:g} s: {reason}. If all ranks are alive, they do not "
+            "make the same calls: add extensions such as an Evaluator on every rank, and call no collective of "
+            "torch.distributed in a loss function.",
+            rank=rank,
+        )
 
 
 def spin_seconds_for(num_ranks: int) -> float:

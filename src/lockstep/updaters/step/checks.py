@@ -256,23 +256,32 @@ def clipping_norms(given: float | Mapping[str, float] | None, optimizers: Mappin
 
 
 def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
-    """Check that every optimizer still holds a parameter of the models.
+    """Check that parameters that optimizers hold were not replaced by others, which would not be trained.
 
     On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
     parameters, as `load_state_dict(assign=True)` does, and an optimizer that was created before would step the old
     ones, which train nothing.
 
+    A layer that is removed leaves parameters in an optimizer, too; that does no harm.
+
     Raises:
-        ValueError: If an optimizer holds none.
+        ValueError: If an optimizer holds parameters of no model, and none of the models', or not all of those.
     """
-    known = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-    for name, optimizer in optimizers.items():
-        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if held and known.isdisjoint(held):
+    known = {id(each): (name, each) for network in networks.values() for name, each in network.named_parameters()}
+    held = {
+        name: {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, optimizer in optimizers.items()
+    }
+    everywhere = set().union(*held.values())
+    missing = [name for at, (name, each) in known.items() if each.requires_grad and at not in everywhere]
+    for owner, own in held.items():
+        lost = len(own - known.keys())
+        if lost and (missing or lost == len(own)):
             raise ValueError(
-                f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
-                "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
-                "this type of device: load them, and call `model.to(device)` before you create the optimizer."
+                f"`optimizer` must hold parameters of `model`, but {lost} of the {len(own)} in {owner!r} belong to it "
+                f"no more{f', and it does not hold {missing[0]!r}' if missing else ''}. They were replaced, by "
+                "`load_state_dict(assign=True)`, by another layer, or by moving the model to this type of device: do "
+                "that before you create the optimizer, or create optimizer and updater again."
             )
 
 

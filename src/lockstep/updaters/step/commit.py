@@ -65,7 +65,7 @@ def _position_of(scheduler: LRScheduler) -> int:
 
 
 class OwnSteps:
-    """Warns once if an optimizer steps again by the gradient of an update, and once if a scheduler steps twice."""
+    """Warns once if an optimizer steps beside an updater, and once if a scheduler steps twice."""
 
     def __init__(self) -> None:
         self.left = WATCHED_UPDATES
@@ -73,15 +73,18 @@ class OwnSteps:
         self.watches: list[Any] = []
         """The handles of the hooks; empty while nothing is noticed."""
         self._positions: dict[int, int] = {}
+        self._pending = False
         self._warned: set[str] = set()
 
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """Notice steps of optimizers from the end of an update to the next one.
+    def begin(self, optimizers: Iterable[Optimizer], *, pending: bool = False) -> None:
+        """Notice steps of optimizers from the end of an update, or of its first half, to the next call of the updater.
 
         Args:
             optimizers: The optimizers of the updater.
+            pending: Whether the updater has computed a gradient and has not stepped by it.
         """
         self.end()
+        self._pending = pending
         if self.left:
             self.left -= 1
             check = _Check(self._check_gradients)
@@ -123,8 +126,15 @@ class OwnSteps:
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if self._pending:
+            self._warn(
+                "optimizer",
+                f"{type(optimizer).__name__}.step() is called after compute_gradients(), so the update is not counted: "
+                "the shards draw the same random numbers again, and schedulers and the loss scale stand still. Call "
+                "apply_gradients() instead.",
+            )
         # Without any gradient it is called by a loss function, while an update runs, or is in vain.
-        if not gradients or any(each.__dict__.get(USED_VERSION) == each._version for each in gradients):
+        elif not gradients or any(each.__dict__.get(USED_VERSION) == each._version for each in gradients):
             self._warn(
                 "optimizer",
                 f"{type(optimizer).__name__}.step() is called although update() steps, by the gradient by which it has "

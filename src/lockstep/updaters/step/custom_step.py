@@ -162,6 +162,7 @@ class CustomStep:
             self._coordinator.start_update()
             with UpdateContext(self._training.replicas) as context:
                 attempt = self._final_attempt(replace(request, computation=number), names, batch, context)
+            self._committer.own_steps.begin(self._training.optimizers.values(), pending=True)
         else:
             request = replace(request, computation=len(state.results), taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context)
