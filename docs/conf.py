@@ -132,6 +132,12 @@ def setup(app: Any) -> None:
         for title in [each for each in tree.findall(nodes.title) if each.astext() in HEADINGS]:
             title.children = [nodes.Text(HEADINGS[title.astext()])]
 
+    def name_commands(_: object, env: Any) -> list[str]:
+        # The search shows the second entry of each, which sphinx-argparse sets to the whole description.
+        commands = env.get_domain("commands").data["commands"]
+        commands[:] = [(name, name, *rest) for name, _, *rest in commands]
+        return []
+
     def draw_dashes(_: object, tree: Any, __: str) -> None:
         from docutils import nodes  # noqa: PLC0415 - as above
 
@@ -141,5 +147,6 @@ def setup(app: Any) -> None:
 
     app.connect("source-read", add)
     app.connect("doctree-read", name_headings, priority=100)  # before the table of contents is collected
+    app.connect("env-updated", name_commands)
     app.connect("doctree-resolved", draw_dashes)
     app.connect("doctree-resolved", link_names)

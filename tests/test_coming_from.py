@@ -30,7 +30,7 @@ def test_a_page_is_made_of_the_list_and_its_programs(system: str, file: str) -> 
 
 PEERS = {
     "accelerate": ["before.txt", "loop.py", "after.py"],
-    "ddp": ["before.txt", "loop.py", "after.py"],
+    "ddp": ["before.txt", "loop.py", "resume.py", "after.py"],
     "hf_trainer": ["before.txt", "after.py"],
     "ignite": ["before.txt", "after.py"],
     "lightning": ["before.txt", "module.py", "after.py"],

@@ -35,7 +35,7 @@ PAGES = {
     "how-to/report.md": 2,
     "how-to/saving.md": 5,
     "how-to/several-networks.md": 1,
-    "how-to/trainer.md": 6,
+    "how-to/trainer.md": 8,
     "how-to/uneven-devices.md": 2,
     "how-to/state-in-losses.md": 3,
     "how-to/whole-batch-loss.md": 1,
