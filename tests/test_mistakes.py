@@ -447,7 +447,7 @@ TRAINERS = [
 ]
 
 EXTENSIONS = [
-    row("snapshots twice", snapshots_twice, "is in use by this process", "Add one `extensions.Snapshot`"),
+    row("snapshots twice", snapshots_twice, "is in use by process", "A trainer takes one Snapshot"),
     row(
         "columns in a text", lambda: table("epoch,main/loss"), "must be a list of names", "Pass ['epoch', 'main/loss']"
     ),

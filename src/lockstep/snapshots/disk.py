@@ -239,11 +239,6 @@ def remove(disk: Disk, folder: Path) -> None:
         disk.remove_folder(folder)
 
 
-def _holder() -> str:
-    """Return what a lock says of the process that holds it."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 class FolderLock:
     """A lock on a folder, held until it is closed or the process ends in any way.
 
@@ -266,15 +261,10 @@ class FolderLock:
         except BlockingIOError:
             holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
             self._forget()
-            if holder == _holder():
-                raise SnapshotError(
-                    f"{folder} is in use by this process: it already writes snapshots there. Add one "
-                    "`extensions.Snapshot` to a trainer, with `keep` for the newest and `best` for the best one; end a "
-                    "run before another one writes to its `out`."
-                ) from None
             raise SnapshotError(
                 f"{folder} is in use by {holder or 'another process'}. Two runs must not write to one folder; choose "
-                "another `out`, or wait for the other run to end."
+                "another `out`, or wait for the other run to end. A trainer takes one Snapshot, which keeps the newest "
+                "by `keep` and the best one by `best`."
             ) from None
         except OSError as error:
             if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
@@ -283,7 +273,7 @@ class FolderLock:
             message = f"The file system of {folder} has no locks; make sure that no other run writes to it."
             warnings.warn(message, SnapshotWarning, stacklevel=2)
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{_holder()}\n".encode(), 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         # A forked process, such as a worker that loads data, shares the lock and may outlive this process.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
