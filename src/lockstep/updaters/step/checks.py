@@ -278,7 +278,7 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
         lost = len(own - known.keys())
         if lost and (missing or lost == len(own)):
             raise ValueError(
-                f"`optimizer` must hold parameters of `model`, but {lost} of the {len(own)} in {owner!r}: none belongs to it "
+                f"`optimizer` must hold parameters of `model`, but of {lost} in {owner!r}: none belongs to it "
                 f"any more{f', and it does not hold {missing[0]!r}' if missing else ''}. They were replaced, by "
                 "`load_state_dict(assign=True)`, by another layer, or by moving the model to this type of device: load "
                 "them, and call `model.to(device)` before you create the optimizer, or create both again."
