@@ -263,7 +263,7 @@ UPDATERS = [
     row("other scheduler", lambda: build(scheduler=StepLR(sgd(net()), 1)), "is another object", "Create the scheduler"),
     row("own step", own_optimizer_step, "SGD.step() is called although update() steps", "Leave the call out"),
     row("own step after compute", own_step_after_compute_gradients, "is not counted", "Call apply_gradients() instead"),
-    row("replaced layer", replaced_layer, "it does not hold '1.weight'", "create both again"),
+    row("replaced layer", replaced_layer, "belongs to it any more, and not '1.weight'", "create both again"),
     row("numpy", lambda: build(num_shards=np.int64(4)), "must be an integer, got np.int64(4)", "Pass int(4)"),
     row("stream", lambda: build(iterator=Stream()), "whose items are taken for batches", "Pass DataLoader(dataset"),
     row("own scheduler", own_scheduler_step, "(`scheduler`)", "Leave out your call"),

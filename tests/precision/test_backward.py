@@ -32,6 +32,14 @@ def test_a_loss_in_full_precision_begins_with_the_factor_itself() -> None:
     assert initial_gradient(torch.zeros(()), 1.0) == (None, None)
 
 
+def test_a_hook_that_changes_the_first_gradient_leaves_the_factor_alone() -> None:
+    factor = torch.tensor(8.0, dtype=torch.float64)
+    first, _ = initial_gradient(torch.zeros((), dtype=torch.float64), factor)
+    assert first is not None
+    first.mul_(2.0)
+    assert (first.item(), factor.item()) == (16.0, 8.0)
+
+
 def weighted(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> ls.Loss:
     """Give a loss in some format; it and its gradient are the same number in all of them."""
     value = (model(x.new_ones(1)) * x.mean()).to(dtype)

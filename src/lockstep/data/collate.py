@@ -153,9 +153,8 @@ def _check_structure(value: Any, first: Any, number: int, path: str) -> None:
         raise _mismatch(f"have {len(first)} fields", len(value), number, path)
 
 
-def _mismatch(rule: str, value: object, number: int, path: str) -> ValueError:
+def _mismatch(rule: str, value: object, number: int, path: str, remedy: str = "") -> ValueError:
     """Return an error that names a sample and how it differs from the first."""
-    remedy = " To fill up shorter ones, pass converter=partial(lockstep.collate, padding=0)." if "shape" in rule else ""
     return ValueError(f"`samples[{number}]{path}` must {rule}, like `samples[0]{path}`, got {value}.{remedy}")
 
 
@@ -217,7 +216,8 @@ def _check_same_format(tensors: Sequence[torch.Tensor], path: str, *, shapes: bo
         if tensor.dtype != first.dtype:
             raise _mismatch(f"be of {first.dtype}", tensor.dtype, number, path)
         if shapes and tensor.shape != first.shape:
-            raise _mismatch(f"have the shape {tuple(first.shape)}", tuple(tensor.shape), number, path)
+            remedy = " To fill up shorter ones, pass converter=partial(lockstep.collate, padding=0)."
+            raise _mismatch(f"have the shape {tuple(first.shape)}", tuple(tensor.shape), number, path, remedy)
         if tensor.dim() != first.dim():
             raise _mismatch(f"have {first.dim()} dimensions", tensor.dim(), number, path)
 

@@ -123,13 +123,6 @@ def check_source(source: object, name: str) -> None:
         )
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
     check_not_split_by_rank(source, name)
-    if isinstance(source, IterableDataset) and name != "source":
-        warnings.warn(
-            f"`{name}` is a {type(source).__name__}, whose items are taken for batches, although an IterableDataset of "
-            "torch yields samples. Pass DataLoader(dataset, batch_size); or IterableBatches(dataset) if its items are "
-            "batches.",
-            stacklevel=4,
-        )
 
 
 def _iterator(source: Any) -> PythonIterator[Any]:
@@ -477,6 +470,13 @@ def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterato
         return source
     # The constructor checks again, but under the name of its own argument.
     check_source(source, name)
+    if isinstance(source, IterableDataset):
+        warnings.warn(
+            f"`{name}` is a {type(source).__name__}, whose items are taken for batches, although an IterableDataset of "
+            "torch yields samples. Pass DataLoader(dataset, batch_size); or IterableBatches(dataset) if its items are "
+            "batches.",
+            stacklevel=3,
+        )
     return IterableBatches(source)
 
 

@@ -453,7 +453,8 @@ def initial_gradient(
     if weight != 1.0 or total != 1.0:
         factor = factor * weight / total
     if isinstance(factor, Tensor):
-        return to_device(factor, loss.device).to(loss.dtype).reshape(loss.shape), rest
+        # Copied, because a hook of yours may change the gradient in place, and the factor belongs to the loss scale.
+        return to_device(factor, loss.device).to(loss.dtype, copy=True).reshape(loss.shape), rest
     # None saves the creation of a tensor in the usual case.
     if factor == 1.0 and loss.dim() == 0:
         return None, rest

@@ -110,3 +110,18 @@ def test_on_a_gpu_they_are_those_of_a_cpu() -> None:
     on_cpu, _ = combined("known", changes, 2, rule="mean", one_nan=True)
     on_gpu, _ = combined("packed", changes, 2, rule="mean", device="cuda:0", one_nan=True)
     assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("resolved", [False, True], ids=["on the device", "read, as for other ranks"])
+@pytest.mark.parametrize("rule", get_args(BufferRule))
+def test_a_single_shard_leaves_what_it_has_left(rule: BufferRule, resolved: bool) -> None:
+    model = model_of()
+    refs = buffer_refs(model, rules_of(rule))
+    starts = [buffer.clone() for buffer in model.buffers()]
+    left = left_by(0, starts, [[True, False, True]])
+    packs = create_packs(starts, [ref.rule for ref in refs], together=True)
+    found = BufferSum.empty(0, starts, packs)
+    found.add(0, left, 1, alone=True)
+    combine_buffers([found.resolve() if resolved else found], refs, weight=1)
+    expected = [start if value is None else value for value, start in zip(left, starts, strict=True)]
+    assert list(map(ls.digest, map(torch.Tensor.clone, model.buffers()))) == list(map(ls.digest, expected))

@@ -278,8 +278,8 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
         lost = len(own - known.keys())
         if lost and (missing or lost == len(own)):
             raise ValueError(
-                f"`optimizer` must hold parameters of `model`, but of {lost} in {owner!r}: none belongs to it "
-                f"any more{f', and it does not hold {missing[0]!r}' if missing else ''}. They were replaced, by "
+                f"`optimizer` must hold parameters of `model`, got {lost} of {len(own)} in {owner!r} of which none "
+                f"belongs to it any more{f', and not {missing[0]!r}' if missing else ''}. They were replaced, by "
                 "`load_state_dict(assign=True)`, by another layer, or by moving the model to this type of device: load "
                 "them, and call `model.to(device)` before you create the optimizer, or create both again."
             )
