@@ -89,6 +89,7 @@ LOSSES = [
     row("class", lambda: train(loss_fn=nn.MSELoss), "got the class MSELoss", "Pass lockstep.supervised(MSELoss())"),
     row("class inside", lambda: ls.supervised(nn.MSELoss), "got the class MSELoss", "Pass supervised(MSELoss())"),
     row("not called", lambda: train(loss_fn=ls.supervised), "got supervised itself", "Pass supervised(criterion)"),
+    row("not called either", lambda: train(loss_fn=ls.token_mean), "got token_mean itself", "Pass token_mean()"),
     row("text", lambda: train(loss_fn="ce"), "`loss_fn` must be callable, got a str"),
     row("none", lambda: train(loss_fn=None), "Without `loss_fn`", "Pass loss_fn=lockstep.supervised(criterion)"),
     row("unreduced", lambda: ls.supervised(nn.MSELoss(reduction="none")), "reduction='none'", "Use reduction='mean'"),
@@ -422,7 +423,15 @@ TRAINERS = [
     row("observe text", lambda: run(lambda trainer: trainer.observe("x", "y")), "a Mean, a number or a 0-d tensor"),
     row("observe vector", lambda: run(lambda trainer: trainer.observe("x", X)), "must have no dimension"),
     row("resume=True", lambda: run(resume=True), '`resume` must be "auto"', "got True"),
-    row("resume path", lambda: run(resume="no/such"), "no/such cannot be read", "the folder of a snapshot"),
+    row("resume path", lambda: run(resume="no/such"), "a snapshot or a run that has one, got no/such", 'Pass "auto"'),
+    row(
+        "resume without snapshots",
+        lambda: run(resume="auto"),
+        "x holds no snapshot, and no extension of this trainer writes any",
+        "trainer.extend(lockstep.extensions.Snapshot())",
+    ),
+    row("run(epochs=)", lambda: trainer().run(epochs=3), "run() has no argument `epochs`", "to the Trainer"),
+    row("run(ckpt_path=)", lambda: trainer().run(ckpt_path="x"), "no argument `ckpt_path`", 'Pass resume="auto"'),
     row("shards", lambda: resumed(num_shards=3), "num_shards is 3 here and 2", "accept=('num_shards',)"),
     row(
         "batch size", lambda: resumed(iterator=batches(batch_size=4)), "batch_size is 4 here", "accept=('batch_size',)"
@@ -541,6 +550,7 @@ OTHERS = [
     row("ls.DDP", lambda: ls.DDP, "no attribute 'DDP'", "lockstep.ParallelUpdater"),
     row("ls.DataLoader", lambda: ls.DataLoader, "no attribute 'DataLoader'", "Use lockstep.BatchIterator"),
     row("ModelCheckpoint", lambda: ext.ModelCheckpoint, "no attribute", "Use lockstep.extensions.Snapshot"),
+    row("EMA", lambda: ext.EMA, "no attribute", "Use lockstep.extensions.ExponentialMovingAverage"),
     row("extensions.EarlyStopping", lambda: ext.EarlyStopping, "It is lockstep.triggers.EarlyStopping"),
 ]
 

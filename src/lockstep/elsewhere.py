@@ -117,6 +117,15 @@ EXTEND: Final = {
 }
 """What to write for arguments of `Trainer.extend` elsewhere."""
 
+RUN: Final = {
+    "epochs": 'Pass until=(10, "epoch") to the Trainer, for example.',
+    "max_epochs": 'Pass until=(10, "epoch") to the Trainer, for example.',
+    "until": "Pass it to the Trainer, or set trainer.until.",
+    "ckpt_path": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with the folder of a snapshot.',
+    "resume_from_checkpoint": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with a folder.',
+}
+"""What to write for arguments of the calls that train elsewhere."""
+
 EVALUATOR: Final = {
     "dataset": "Pass lockstep.BatchIterator(dataset, batch_size, repeat=False) as the first argument.",
     "dataloader": "Pass it as the first argument.",
@@ -191,6 +200,7 @@ MODULE_NAMES: Final = {
     "ModelCheckpoint": "Use lockstep.extensions.Snapshot.",
     "Callback": "Derive from lockstep.Extension, or pass a function of the trainer to trainer.extend.",
     "EarlyStopping": 'Pass until=lockstep.triggers.EarlyStopping("validation/main/loss") to the Trainer.',
+    "EMA": "Use lockstep.extensions.ExponentialMovingAverage.",
     "LearningRateMonitor": "Use lockstep.extensions.ObserveLR.",
 }
 """What to write for classes of other libraries."""

@@ -81,7 +81,9 @@ def test_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.run(resume="auto")
     assert made.resumption is None
-    with pytest.raises(ls.SnapshotError, match="It must be the folder of a snapshot, got nothing"):
+    with pytest.raises(
+        ls.SnapshotError, match=r'must name a snapshot or a run that has one, got .*nowhere\. Pass "auto"'
+    ):
         trainer(tmp_path / "other").run(resume=tmp_path / "nowhere")
     with pytest.raises(
         TypeError, match='`resume` must be "auto", the folder of a snapshot or of a run, or None, got T'

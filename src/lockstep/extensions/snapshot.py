@@ -70,6 +70,7 @@ class Snapshot(Extension):
     """
 
     priority = LAST
+    saves_run = True
 
     @names_ours(SNAPSHOT)
     def __init__(

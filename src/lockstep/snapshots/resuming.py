@@ -35,13 +35,14 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     """
 
     def read() -> Snapshot | None:
-        if source != "auto" and snapshots_in(Path(source)) is None:
+        if source != "auto" and Path(source).exists() and snapshots_in(Path(source)) is None:
             return load(source)
         return newest_whole(out if source == "auto" else source)
 
     found = _agree(updater.communicator, read)
     if found is None and source != "auto":
-        raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.")
+        remedy = ' Pass "auto" for the newest one in `out`.' if argument == "resume" else ""
+        raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.{remedy}")
     return found
 
 

@@ -39,11 +39,17 @@ class Extension(Stateful, ABC):
             in the order in which they were added if priorities are equal; so do `initialize`, `on_error` and
             `finalize`.
         call_before_training: Whether the extension is also called once before the first update.
+        saves_run: Whether it writes snapshots from which `Trainer.run` can resume. Without such an extension,
+            ``run(resume="auto")`` warns.
     """
 
     trigger: TriggerSpec = (1, "iteration")
     priority: int = READER
     call_before_training: bool = False
+    saves_run: bool = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: trigger {self.trigger!r}, priority {self.priority}>"
 
     @property
     def name(self) -> str:

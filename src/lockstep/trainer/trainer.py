@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.elsewhere import EXTEND, TRAINER, TRAINER_NAMES, missing_attribute, names_ours
+from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, missing_attribute, names_ours
 from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
@@ -259,6 +260,7 @@ class Trainer:
         as_mean(value)
         self.observation[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
+    @names_ours(RUN)
     def run(self, resume: Literal["auto"] | str | Path | None = None, accept: Collection[str] = ()) -> None:
         """Train until the end of the run; continue where an earlier call was interrupted, or from a snapshot.
 
@@ -376,6 +378,14 @@ class Trainer:
             raise TypeError(f'`resume` must be "auto", the folder of a snapshot or of a run, or None, got {source!r}.')
         snapshot = find(self.updater, source, self.out)
         if snapshot is None:
+            saved = self.fast_dev_run or any(entry.extension.saves_run for entry in self._order)
+            if self.is_main and not saved:
+                warnings.warn(
+                    f'`resume` is "auto", but {self.out} holds no snapshot, and no extension of this trainer writes '
+                    "any: if this run is stopped, the same command starts anew. Call "
+                    "trainer.extend(lockstep.extensions.Snapshot()).",
+                    stacklevel=4,  # above `run` and what names its arguments
+                )
             return None
         # Not by the path of the snapshot, which may be one of another machine.
         same_run = source == "auto" or Path(source).resolve().is_relative_to(self.out.resolve())

@@ -16,6 +16,7 @@ from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.loss import BatchLoss, LossFunction, supervised, takes
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
+from lockstep.updaters.token_mean import token_mean
 
 CRITERIA_MODULES: Final = frozenset({"torch.nn.functional", "torch._C._nn"})
 """The modules of PyTorch's criteria that are functions."""
@@ -113,8 +114,10 @@ def check_functions(*, converter: object = None, loss_fn: object = None, step_fn
             f"`loss_fn` must be a function of the model and the batch, got the class {function.__name__}. Pass "
             f"lockstep.supervised({function.__name__}()) if it is a criterion."
         )
-    if function is supervised:
-        raise TypeError("`loss_fn` must be what supervised returns, got supervised itself. Pass supervised(criterion).")
+    for maker, call in ((supervised, "supervised(criterion)"), (token_mean, "token_mean()")):
+        if function is maker:
+            name = maker.__name__
+            raise TypeError(f"`loss_fn` must be what {name} returns, got {name} itself. Pass {call}.")
     if isinstance(function, _Loss) or getattr(function, "__module__", None) in CRITERIA_MODULES:
         kind = getattr(function, "__name__", type(function).__name__)
         given = f"{kind}(...)" if isinstance(function, _Loss) else kind
