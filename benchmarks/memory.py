@@ -105,7 +105,7 @@ def measure(way: str) -> None:
     torch.set_num_threads(1)
     communicator = ls.find_communicator()
     if way not in {"lockstep", "sharded"} and not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
+        dist.init_process_group("gloo")  # of one process, by the variables of `launch`
     # What the first updates of any model load does not belong to this one.
     update = update_of(way, width=8)
     for _ in range(UPDATES):
