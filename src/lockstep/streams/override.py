@@ -13,8 +13,7 @@ import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.seeds import NUM_SEEDS, check_seed
-from lockstep.streams.state import default_addresses, replace_names
-from lockstep.streams.thread import THREAD_STREAMS
+from lockstep.streams.state import THREAD_STREAMS, default_addresses, replace_names
 
 _DISPATCH_KEY = "BackendSelect"
 

@@ -1,11 +1,5 @@
 """The training loop and its extensions."""
 
-from lockstep.trainer.emergency import (
-    any_rank as any_rank,
-    reason_of as reason_of,
-    wait_for_writers as wait_for_writers,
-    write_emergency as write_emergency,
-)
 from lockstep.trainer.extension import (
     EDITOR as EDITOR,
     READER as READER,
