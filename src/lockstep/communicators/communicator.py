@@ -5,6 +5,7 @@ A rank is the index of a process, in 0..`size`-1.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from lockstep.arguments import check_integer
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.digest import checksum
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.tree import PartialSum, Tensors
 
 OnMismatch = Literal["broadcast", "refuse"]
@@ -219,6 +220,17 @@ class Communicator(ABC):
                 sent, and the bodies of the other ranks are overwritten with theirs. None to send no body.
         """
 
+    def exchange_json(self, value: Any) -> list[Any]:
+        """Send a value that JSON can hold to every rank, and return the values of all ranks in order of ranks.
+
+        Args:
+            value: The value of this rank, such as numbers, text and lists of them.
+
+        >>> LocalCommunicator().exchange_json([1, "two"])
+        [[1, 'two']]
+        """
+        return [json.loads(each) for each in self.exchange(json.dumps(value).encode())]
+
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Sum tensors over ranks, on every rank and in place.
@@ -313,9 +325,9 @@ class Communicator(ABC):
                 and the first tensor in which it does.
         """
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has made this call."""
+        self.exchange(b"")
 
     @abstractmethod
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias, final, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
+from lockstep.arguments import check_bool, check_integer
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import Iterator, SampleFilter
 from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
@@ -19,7 +20,6 @@ from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_n
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError
-from lockstep.integers import check_bool, check_integer
 from lockstep.state import check_keys
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"

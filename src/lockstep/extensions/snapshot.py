@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from lockstep import snapshots
+from lockstep.arguments import check_integer
 from lockstep.communicators import AgentDeadline
 from lockstep.elsewhere import SNAPSHOT, names_ours
 from lockstep.errors import (
@@ -24,7 +25,6 @@ from lockstep.errors import (
     SnapshotWarning,
     WorkerError,
 )
-from lockstep.integers import check_integer
 from lockstep.metrics import as_mean, read_means
 from lockstep.program import PROGRAM, describe_program
 from lockstep.stopping import STOP
@@ -390,7 +390,7 @@ def _run_id(trainer: Trainer, current: str) -> str:
     if source is not None and source.same_run:
         current = source.run_id
     # Rank 0 decides, because the other ranks may see other folders.
-    return trainer.updater.communicator.exchange((current or secrets.token_hex(8)).encode())[0].decode()
+    return str(trainer.updater.communicator.exchange_json(current or secrets.token_hex(8))[0])
 
 
 def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -> None:
@@ -449,9 +449,7 @@ def _any_rank(updater: Updater, holds: bool) -> bool:
         updater: The updater of the run.
         holds: Whether it holds on this rank.
     """
-    if not updater.shares_state:
-        return holds
-    return b"1" in updater.communicator.exchange(b"1" if holds else b"0")
+    return any(updater.communicator.exchange_json(holds)) if updater.shares_state else holds
 
 
 def _write_emergency(trainer: Trainer, collector: snapshots.Collector, reason: str | None) -> None:

@@ -6,10 +6,9 @@ from lockstep.replicas.batch import (
     check_dims as check_dims,
     count_samples as count_samples,
     dims_by_name as dims_by_name,
-    dims_by_path as dims_by_path,
     longest_name as longest_name,
     named_inputs as named_inputs,
-    positive_dim as positive_dim,
+    positive_dims as positive_dims,
     read_outputs as read_outputs,
 )
 from lockstep.replicas.buffers import (
@@ -29,7 +28,7 @@ from lockstep.replicas.buffers import (
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )
-from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
+from lockstep.replicas.group import ReplicaGroup as ReplicaGroup
 from lockstep.replicas.memory import (
     free_reserved_memory as free_reserved_memory,
     is_memory_limited as is_memory_limited,

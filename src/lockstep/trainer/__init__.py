@@ -6,7 +6,6 @@ from lockstep.trainer.extension import (
     WRITER as WRITER,
     Extension as Extension,
     FunctionExtension as FunctionExtension,
-    as_extension as as_extension,
     make_extension as make_extension,
 )
 from lockstep.trainer.model_summary import ModelSummary as ModelSummary, summarize_model as summarize_model

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_integer
+from lockstep.elsewhere import check_installed
 from lockstep.tuning.restored import restored
 from lockstep.updaters import ParallelUpdater
 
@@ -65,12 +66,11 @@ class LRFinderResult:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            # The figure is created without pyplot, whose state would be shared with your own figures.
-            from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
-            from matplotlib.figure import Figure  # noqa: PLC0415 - as above
-        except ImportError as error:
-            raise ImportError("`plot` requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error
+        check_installed("matplotlib", extra="plot", user="`plot`")
+        # The figure is created without pyplot, whose state would be shared with your own figures.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
+        from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+
         figure = Figure(figsize=(6.0, 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()

@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import get_worker_info
 
+from lockstep.arguments import check_integer
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import BlockPart, Part
 from lockstep.errors import LockstepError, PartError
-from lockstep.integers import check_integer
 from lockstep.plan import cut
 from lockstep.streams import restored_generators
 

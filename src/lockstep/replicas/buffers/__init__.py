@@ -4,14 +4,12 @@ from lockstep.replicas.buffers.buffer_refs import (
     BufferRef as BufferRef,
     BufferRule as BufferRule,
     BufferRules as BufferRules,
-    all_buffer_refs as all_buffer_refs,
     buffer_refs as buffer_refs,
     check_rules as check_rules,
 )
 from lockstep.replicas.buffers.buffer_sums import (
     EXTREMES as EXTREMES,
     BufferSum as BufferSum,
-    as_bits as as_bits,
     as_real as as_real,
     combine_buffers as combine_buffers,
     merged_firsts as merged_firsts,

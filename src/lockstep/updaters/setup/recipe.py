@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.loss import BatchLoss, LossFunction, supervised, takes

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.arguments import look_up
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
@@ -17,7 +18,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.step.assembly import Parts
 
 

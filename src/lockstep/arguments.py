@@ -1,10 +1,15 @@
-"""Check arguments that must be whole numbers, or True or False.
+"""Check arguments that must be whole numbers, True or False, or one of some names.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -47,3 +52,19 @@ def check_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
+    """Return the object of a name.
+
+    Args:
+        name: The name to look up.
+        named: The objects by name.
+        argument: The argument that holds the name, for the error.
+
+    Raises:
+        KeyError: If no object has this name; the message lists the names.
+    """
+    if name not in named:
+        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
+    return named[name]
