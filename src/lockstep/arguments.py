@@ -6,7 +6,7 @@ it is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -68,3 +68,24 @@ def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     if name not in named:
         raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
     return named[name]
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Check that an argument is one of some texts.
+
+    >>> check_choice("split", "random", ("contiguous", "strided"))
+    Traceback (most recent call last):
+    ValueError: `split` must be 'contiguous' or 'strided', got 'random'.
+
+    Args:
+        name: The name of the argument in error messages.
+        value: The value to check.
+        choices: The texts that are allowed.
+
+    Raises:
+        ValueError: If the value is none of them.
+    """
+    if value not in choices:
+        *others, last = map(repr, choices)
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"`{name}` must be {listed}, got {value!r}.")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.digest import checksum
@@ -184,8 +184,7 @@ class Communicator(ABC):
 
     def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
         check_integer("check_every", check_every, minimum=1)
-        if differing_models not in get_args(OnMismatch):
-            raise ValueError(f"`differing_models` must be 'broadcast' or 'refuse', got {differing_models!r}.")
+        check_choice("differing_models", differing_models, get_args(OnMismatch))
         self.check_every = check_every
         self.differing_models: OnMismatch = differing_models
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.data.iterator import Iterator
 from lockstep.data.samples import Samples
 from lockstep.data.workers import watched
@@ -178,8 +178,7 @@ class IterableBatches(Iterator):
         if isinstance(source, Iterator):
             rule = "must not be a lockstep Iterator, which needs no adapter"
             raise TypeError(f"`source` {rule}, got a {type(source).__name__}.")
-        if batches_of not in get_args(BatchesOf):
-            raise ValueError(f"`batches_of` must be 'tensors' or 'samples', got {batches_of!r}.")
+        check_choice("batches_of", batches_of, get_args(BatchesOf))
         check_source(source, "source")
         self._one_shot = isinstance(source, PythonIterator)
         if repeat and self._one_shot:

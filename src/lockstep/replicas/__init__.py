@@ -52,7 +52,6 @@ from lockstep.replicas.passes import (
     refusing_writes as refusing_writes,
 )
 from lockstep.replicas.pool import (
-    CUBLAS_VALUES as CUBLAS_VALUES,
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
     CopyStreams as CopyStreams,
@@ -69,6 +68,7 @@ from lockstep.replicas.pool import (
     fork_error as fork_error,
     held_tensors as held_tensors,
     inherited as inherited,
+    missing_settings as missing_settings,
     parse_devices as parse_devices,
     usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.data import BatchIterator
 from lockstep.errors import PeerError, is_memory_error
 from lockstep.replicas import free_reserved_memory, peak_memory, restart_peak_memory
@@ -143,8 +143,7 @@ def find_batch_size(
         ([(8, 2), (16, 4), (32, 8)], 'max_batch_size', 32)
     """
     batches = _check(updater, iterator, max_batch_size)
-    if mode not in ("power", "binsearch"):
-        raise ValueError(f"`mode` must be 'power' or 'binsearch', got {mode!r}.")
+    check_choice("mode", mode, ("power", "binsearch"))
     check_integer("num_updates", num_updates, minimum=2)
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")

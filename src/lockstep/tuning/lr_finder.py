@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.elsewhere import check_installed
 from lockstep.tuning.restored import restored
 from lockstep.updaters import ParallelUpdater
@@ -143,8 +143,7 @@ def find_lr(
         (20, 0)
     """
     _check(updater, min_lr, max_lr, num_updates, stop_factor)
-    if mode not in ("exponential", "linear"):
-        raise ValueError(f"`mode` must be 'exponential' or 'linear', got {mode!r}.")
+    check_choice("mode", mode, ("exponential", "linear"))
     groups = updater.get_optimizer(optimizer).param_groups
     first = groups[0]["lr"]
     ratios = [group["lr"] / first if first else 1.0 for group in groups]

@@ -316,11 +316,11 @@ def positive_dims(
     Raises:
         ValueError: If a tensor lacks its dimension, or `dims` names one that does not exist.
     """
-    found = dims_by_path(dims, [*paths, *absent], argument)
-    return [
-        None if dim is None else positive_dim(path, tensor, dim)
-        for path, tensor, dim in zip(paths, tensors, found, strict=False)
-    ]
+    found = dims_by_path(dims, [*paths, *absent], argument)[: len(paths)]
+    for index, dim in enumerate(found):
+        if dim is not None:
+            found[index] = positive_dim(paths[index], tensors[index], dim)
+    return found
 
 
 def count_samples(

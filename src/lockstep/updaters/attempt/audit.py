@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError
@@ -288,8 +288,7 @@ class Auditor:
     def __init__(self, every: int | None, on_fault: OnFault, seed: int) -> None:
         if every is not None:
             check_integer("audit_every", every, minimum=0)
-        if on_fault not in get_args(OnFault):
-            raise ValueError(f"`on_fault` must be 'raise' or 'repeat', got {on_fault!r}.")
+        check_choice("on_fault", on_fault, get_args(OnFault))
         self._every, self._on_fault, self._seed = every, on_fault, seed
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False

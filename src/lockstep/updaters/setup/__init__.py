@@ -34,6 +34,5 @@ from lockstep.updaters.setup.networks import (
 from lockstep.updaters.setup.recipe import (
     OnOverflow as OnOverflow,
     Recipe as Recipe,
-    check_choice as check_choice,
     check_functions as check_functions,
 )
