@@ -327,7 +327,9 @@ class CustomStep:
             StopIteration: If the iterator has ended.
             KeyError: If there is no iterator of this name.
         """
-        state = self._running()
+        state = self.state
+        if state is None:
+            raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
         # `peek` does not move the iterator, so an update that fails has consumed nothing.
         batch = look_up(name, self._training.iterators).peek(state.consumed[name])
         state.consumed[name] += 1
@@ -338,11 +340,6 @@ class CustomStep:
         """Describe a batch that was taken from an iterator, if there are other ranks to compare it with."""
         if self._parts.communicator.size > 1 and self.state is not None:
             self.state.described.append(describe_batch(batch, name, self._training.iteration))
-
-    def _running(self) -> CustomStepState:
-        if self.state is None:
-            raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
-        return self.state
 
 
 class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
