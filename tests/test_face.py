@@ -129,10 +129,10 @@ def imported() -> dict[str, Any]:
 
 def test_the_public_names(imported: dict[str, Any]) -> None:
     parts = {
+        "arguments",
         "communicators",
         "elsewhere",
         "errors",
-        "integers",
         "nest",
         "plan",
         "portable",

@@ -302,8 +302,8 @@ UPDATERS = [
     row("StandardUpdater", lambda: build(ls.StandardUpdater), "no argument `devices`", "use ParallelUpdater"),
     row("seed", lambda: build(seed="0"), "`seed` must be an integer, got '0'"),
     row("workloads", lambda: build(devices=["cpu"] * 2, workloads=[1, 2, 3]), "one number per device (2), got 3"),
-    row("on_overflow", lambda: build(on_overflow="ignore"), "must be one of 'retry', 'next', 'skip'"),
-    row("reduction", lambda: build(reduction="avg"), "must be one of 'mean', 'sum', got 'avg'"),
+    row("on_overflow", lambda: build(on_overflow="ignore"), "must be 'retry', 'next' or 'skip'"),
+    row("reduction", lambda: build(reduction="avg"), "must be 'mean' or 'sum', got 'avg'"),
     row("loss_scale", lambda: build(loss_scale="dynamic"), "must be a number, a LossScale or None, got a str"),
     row("buffers", lambda: build(buffers="sync"), "`buffers` must be one of 'mean'"),
     row("communicator", lambda: build(communicator="gloo"), "`communicator` must be a Communicator or None"),
@@ -343,7 +343,7 @@ UPDATERS = [
     ),
 ]
 
-UNIT = "must be one of 'iteration', 'update', 'epoch', 'sample', 'second'"
+UNIT = "must be 'iteration', 'update', 'epoch', 'sample' or 'second'"
 EXTENSION = "`extension` must be an Extension or a function of the trainer"
 TRAINERS = [
     row("file for a folder", file_for_a_folder, "`out` must be a folder, got 'x', which is a file"),

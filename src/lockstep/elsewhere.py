@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from importlib.util import find_spec
 from inspect import Parameter, signature
 from types import ModuleType
-from typing import Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,3 +283,40 @@ def missing_name(module: ModuleType, name: str, parts: Sequence[ModuleType]) -> 
     found = [part for part in parts if name in vars(part)]
     ours = MODULE_NAMES | ({name: f"It is {found[0].__name__}.{name}."} if found else {})
     return missing_attribute(module, name, ours)
+
+
+class KnowsOthers:
+    """Says what an attribute of another library is called here, where it is read or set."""
+
+    _others: ClassVar[Mapping[str, str]]
+
+    if not TYPE_CHECKING:  # checkers of types know which attributes there are
+
+        def __getattr__(self, name: str) -> object:
+            """Raise an error that says what an attribute of another library is called here."""
+            raise missing_attribute(self, name, self._others)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
+
+            Raises:
+                AttributeError: If it is such an option; a subclass of yours may have it.
+            """
+            if name in self._others and type(self).__module__.startswith("lockstep."):
+                raise missing_attribute(self, name, self._others)
+            super().__setattr__(name, value)
+
+
+def check_installed(package: str, *, extra: str, user: str) -> None:
+    """Check that a package is installed, without importing it.
+
+    Args:
+        package: The name of the package.
+        extra: The extra of lockstep that installs it.
+        user: The name of the class or function that requires it.
+
+    Raises:
+        ImportError: If the package is not installed.
+    """
+    if find_spec(package) is None:
+        raise ImportError(f"{user} requires {package}. Install it: pip install 'lockstep-torch[{extra}]'.")

@@ -6,6 +6,7 @@ non-finite, calls out of order, and a saved state that does not fit.
 """
 
 import signal
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -279,3 +280,12 @@ class DeterminismWarning(UserWarning):
 
 class ReplayWarning(UserWarning):
     """Batches are loaded again and discarded, because their source cannot start in the middle."""
+
+
+def collect_error(call: Callable[[], object]) -> list[BaseException]:
+    """Call a function of the user; return what it raised, if anything, so that the caller can raise it later."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - raised by the caller when the time has come
+        return [error]
+    return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.errors import StateError
 
@@ -84,8 +84,9 @@ class Stateful:
             setattr(self, f"_{key}", value)
 
 
+@runtime_checkable
 class Loadable(Protocol):
-    """An object with a state that can be saved and loaded."""
+    """An object with a state that can be saved and loaded, such as a hook of an optimizer or a source of batches."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""

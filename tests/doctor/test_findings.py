@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import lockstep as ls
 from lockstep.doctor import find_problems, is_sound
 from lockstep.doctor.findings import Finding, check_cores, check_disk, check_gpu_settings, check_variables
 
@@ -43,13 +45,17 @@ def test_a_container_with_less_time_than_cores() -> None:
     assert (finding.level, "devices=2" in finding.cure) == ("note", True)
 
 
-def test_settings_of_gpus() -> None:
-    assert list(check_gpu_settings(GOOD_GPU, benchmark=False, deterministic=True)) == []
-    assert [each.level for each in check_gpu_settings(GOOD_GPU, benchmark=True, deterministic=True)] == ["problem"]
-    assert [each.level for each in check_gpu_settings({}, benchmark=False, deterministic=False)] == ["note", "note"]
-    for variables, state in (({}, "not set"), ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "':0:0'")):
-        (finding,) = check_gpu_settings(variables, benchmark=False, deterministic=True)
-        assert finding.text.startswith(f"CUBLAS_WORKSPACE_CONFIG is {state}, ")
+def test_settings_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ls.use_deterministic_kernels():
+        assert list(check_gpu_settings(GOOD_GPU)) == []
+        for variables in ({}, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}):
+            (finding,) = check_gpu_settings(variables)
+            assert (finding.level, "not set: CUBLAS_WORKSPACE_CONFIG=:4096:8." in finding.text) == ("note", True)
+    (finding,) = check_gpu_settings(GOOD_GPU)
+    assert (finding.level, "torch.use_deterministic_algorithms(True)" in finding.text) == ("note", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    (finding,) = check_gpu_settings(GOOD_GPU)
+    assert (finding.level, "torch.backends.cudnn.benchmark = False" in finding.text) == ("problem", True)
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_get_until() -> None:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: Interval(1, "day"), ValueError, "`unit` must be one of 'iteration', .* got 'day'"),
+        (lambda: Interval(1, "day"), ValueError, "`unit` must be 'iteration', .* got 'day'"),
         (lambda: Interval(0, "epoch"), ValueError, "`period` must be above 0, got 0"),
         (lambda: Interval(NAN, "epoch"), ValueError, "`period` must be above 0, got nan"),
         (
@@ -357,7 +357,7 @@ def test_get_until() -> None:
             ValueError,
             "`period` must be a whole number of iterations, got 1.5",
         ),
-        (lambda: ManualSchedule(1, "day"), ValueError, "`unit` must be one of"),
+        (lambda: ManualSchedule(1, "day"), ValueError, "`unit` must be 'iteration'"),
         (lambda: ManualSchedule([], "epoch"), ValueError, "`points` must be one or more numbers above 0"),
         (
             lambda: ManualSchedule([1, 0], "epoch"),
@@ -370,7 +370,7 @@ def test_get_until() -> None:
         (
             lambda: EarlyStopping(mode="best"),
             ValueError,
-            "`mode` must be one of 'auto', 'min', 'max', got 'best'",
+            "`mode` must be 'auto', 'min' or 'max', got 'best'",
         ),
         (lambda: get_trigger((1, 2, 3)), TypeError, r"must be a pair .* where it is a tuple, got \(1, 2, 3\)"),
         (lambda: get_trigger(("epoch", 1)), TypeError, r"must be a pair .* where it is a tuple, got \('epoch', 1\)"),

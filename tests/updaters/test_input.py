@@ -55,9 +55,9 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "loss scale NaN": ({"loss_scale": math.nan}, "`loss_scale` must be positive and finite, got nan."),
     "unknown overflow rule": (
         {"on_overflow": "redo"},
-        "`on_overflow` must be one of 'retry', 'next', 'skip', got 'redo'.",
+        "`on_overflow` must be 'retry', 'next' or 'skip', got 'redo'.",
     ),
-    "unknown end": ({"on_exhausted": "stop"}, "`on_exhausted` must be one of 'skip', 'raise', got 'stop'."),
+    "unknown end": ({"on_exhausted": "stop"}, "`on_exhausted` must be 'skip' or 'raise', got 'stop'."),
     "unknown buffer rule": (
         {"buffers": "last"},
         "`buffers` must be one of 'mean', 'first', 'sum', 'min', 'max', or a dict",

@@ -117,12 +117,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "an unknown split": (
         lambda _: {"split": "random"},
         ValueError,
-        "`split` must be one of 'contiguous', 'strided', got 'random'.",
+        "`split` must be 'contiguous' or 'strided', got 'random'.",
     ),
     "an unknown reduction": (
         lambda _: {"reduction": "max"},
         ValueError,
-        "`reduction` must be one of 'mean', 'sum', got 'max'.",
+        "`reduction` must be 'mean' or 'sum', got 'max'.",
     ),
     "measured work loads without shards": (
         lambda _: {"workloads": "auto"},
@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "work loads of text": (
         lambda _: {"workloads": "fast", "num_shards": 4},
         ValueError,
-        "`workloads` must be one of 'auto', got 'fast'.",
+        "`workloads` must be 'auto', got 'fast'.",
     ),
     "unequal work loads for dealt samples": (
         lambda _: {"workloads": [1.0, 2.0], "split": "strided"},

@@ -39,5 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = made.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:
-        command.add_parser(commands)
+        name = command.__name__.rpartition(".")[2]
+        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        own.set_defaults(call=command.call, parser=own)
+        command.add_arguments(own)
     return made

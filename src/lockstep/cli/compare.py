@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SideFileError
 from lockstep.snapshots import compare_runs
 
+HELP = "find where two runs differ"
 DESCRIPTION = """
 Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
 exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common
@@ -17,19 +17,13 @@ or a log is damaged.
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("compare", help="find where two runs differ", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("first", type=Path, help="folder of one run")
     parser.add_argument("second", type=Path, help="folder of the other run")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Compare the runs, and return the exit code."""
     try:
         found = compare_runs(options.first, options.second)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.doctor import (
     Facts,
     Finding,
@@ -24,6 +23,7 @@ from lockstep.doctor import (
     run_self_test,
 )
 
+HELP = "examine this machine"
 DESCRIPTION = """
 Show what this machine offers, find settings that would break the determinism guarantee or keep a run from working, and
 train a small model on one device, on two and in two processes, whose digests must be equal. The exit code is 0 if there
@@ -38,20 +38,14 @@ DIGITS: Final = 16
 """The digits of a digest that are shown; all of them are compared."""
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("doctor", help="examine this machine", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--out", type=Path, default=Path(), help="folder for snapshots (default: the current one)")
     parser.add_argument("--no-self-test", action="store_true", help="do not train, which takes most of the time")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Examine the machine, and return the exit code."""
     # The self-test takes a while, and the reader sees how far it is.
     show: Callable[[str], object] = (lambda _: None) if options.json else partial(print, end="", flush=True)

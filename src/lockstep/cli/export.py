@@ -6,32 +6,26 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SnapshotError
 from lockstep.snapshots import export_hf, export_torch
 
+HELP = "write a snapshot for other programs"
 DESCRIPTION = """
 Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
 torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("export", help="write a snapshot for other programs", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run", type=Path, help="folder of a run or of a snapshot")
     parser.add_argument("--to", choices=("torch", "hf"), required=True, help="the kind of files")
     parser.add_argument("path", type=Path, help="file or folder to write")
     parser.add_argument("--config", type=Path, help="config.json of the model, or its folder, to add (with --to hf)")
     parser.add_argument("--model", default="main", help="name of the model, of several (with --to hf; default: main)")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Write the files, and return the exit code."""
     try:
         if options.to == "torch":

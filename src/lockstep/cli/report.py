@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SideFileError
 from lockstep.html_report import LOG, read_run, render
 from lockstep.side_files import SideFile
 
+HELP = "show a run as an HTML page"
 DESCRIPTION = """
 Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
 device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
@@ -18,23 +18,17 @@ the first update that differs. What the page does not have was not recorded; it 
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("report", help="show a run as an HTML page", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="folder of a run to compare with")
     parser.add_argument(
         "-o", "--output", type=Path, help="file to write (default: report.html in the folder of the run)"
     )
     parser.add_argument("--log", default=LOG, help=f"name of the file that LogReport wrote (default: {LOG})")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
     path = options.output.resolve() if options.output else options.run / "report.html"
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.launch import Run, run
 from lockstep.portable import ask_for_portable_kernels
 
+HELP = "start a script on several processes"
 DESCRIPTION = """
 Start a script on several processes of this machine, or of several machines: run the same command on each.
 It uses torchrun's own agent, with restarts that work with gloo, a timeout of one minute instead of 30, and
@@ -21,20 +21,10 @@ EXAMPLES = """
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser(
-        "run",
-        help="start a script on several processes",
-        description=DESCRIPTION,
-        epilog=f"examples:{EXAMPLES}",
-        # This formatter keeps the line breaks of the examples.
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    # This formatter keeps the line breaks of the examples.
+    parser.epilog, parser.formatter_class = f"examples:{EXAMPLES}", argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "-n", "--num-processes", default="auto", help="processes on this machine; auto: one per GPU, else one per core"
     )
@@ -59,11 +49,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("script", help="path of the script, or name of the module")
     # All that follows the script belongs to it: its options must not be taken for options of this command.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(call=lambda options: _call(parser, options))
 
 
-def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Start the run that the options describe, and return the exit code."""
+    parser: argparse.ArgumentParser = options.parser
     try:
         settings = Run(
             options.script,

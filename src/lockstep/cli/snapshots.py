@@ -7,29 +7,23 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SnapshotError, printable
 from lockstep.snapshots import Found, list as list_snapshots, verify
 
+HELP = "list the snapshots of a run"
 DESCRIPTION = """
 List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
 The exit code is 1 if a snapshot is damaged or if there is none.
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("snapshots", help="list the snapshots of a run", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run", type=Path, help="folder of the run, which contains the folder snapshots")
     parser.add_argument("--verify", action="store_true", help="read and verify every byte")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """List the snapshots, and return the exit code."""
     found = list_snapshots(options.run)
     if not found:

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SideFileError
 from lockstep.html_report import element, render_checks, table
 from lockstep.side_files import SideFile
 from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
 
+HELP = "test that a script gives the same bits"
 DESCRIPTION = """
 Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
 with worker processes, killed and resumed, and others. Compare the bits of weights, buffers, optimizer state and losses
@@ -27,13 +27,8 @@ exit code is 0 if all ways are equal, and 1 otherwise.
 NAMES = ", ".join(way.name for way in WAYS)
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the parser of this command.
-
-    Args:
-        commands: The parsers of all commands. Changed in place.
-    """
-    parser = commands.add_parser("verify", help="test that a script gives the same bits", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--updates", type=int, default=10, help="number of updates of each run (default: 10)")
     parser.add_argument("--only", action="append", default=[], metavar="WAY", help=f"a way to run, of {NAMES}")
     parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="a way to leave out")
@@ -42,10 +37,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--folder", type=Path, help="folder to keep records and output in (default: none are kept)")
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(call=_call)
 
 
-def _call(options: argparse.Namespace) -> int:
+def call(options: argparse.Namespace) -> int:
     """Run the ways, and return the exit code."""
     try:
         ways = chosen(options.only, options.skip)

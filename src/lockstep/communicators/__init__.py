@@ -3,7 +3,6 @@
 from lockstep.communicators.communicator import (
     Communicator as Communicator,
     Contribution as Contribution,
-    OnMismatch as OnMismatch,
     PendingSum as PendingSum,
     SumAudit as SumAudit,
     SumFault as SumFault,

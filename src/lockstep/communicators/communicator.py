@@ -5,6 +5,7 @@ A rank is the index of a process, in 0..`size`-1.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.digest import checksum
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.tree import PartialSum, Tensors
 
 OnMismatch = Literal["broadcast", "refuse"]
@@ -183,8 +184,7 @@ class Communicator(ABC):
 
     def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
         check_integer("check_every", check_every, minimum=1)
-        if differing_models not in get_args(OnMismatch):
-            raise ValueError(f"`differing_models` must be 'broadcast' or 'refuse', got {differing_models!r}.")
+        check_choice("differing_models", differing_models, get_args(OnMismatch))
         self.check_every = check_every
         self.differing_models: OnMismatch = differing_models
 
@@ -218,6 +218,17 @@ class Communicator(ABC):
             table: A table of the same size on every rank, to send tensors with the messages: the body of this rank is
                 sent, and the bodies of the other ranks are overwritten with theirs. None to send no body.
         """
+
+    def exchange_json(self, value: Any) -> list[Any]:
+        """Send a value that JSON can hold to every rank, and return the values of all ranks in order of ranks.
+
+        Args:
+            value: The value of this rank, such as numbers, text and lists of them.
+
+        >>> LocalCommunicator().exchange_json([1, "two"])
+        [[1, 'two']]
+        """
+        return [json.loads(each) for each in self.exchange(json.dumps(value).encode())]
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
@@ -313,9 +324,9 @@ class Communicator(ABC):
                 and the first tensor in which it does.
         """
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has made this call."""
+        self.exchange(b"")
 
     @abstractmethod
     def close(self) -> None:

@@ -114,7 +114,7 @@ def gather(communicator: Communicator, values: Mapping[str, Any]) -> list[dict[s
     if len(set(communicator.exchange(hashlib.sha256(sorted_text).digest()))) == 1:
         return None
     # The values are not sorted here, so that an error lists the names in the order of rank 0.
-    return [json.loads(each) for each in communicator.exchange(json.dumps(values).encode())]
+    return communicator.exchange_json(values)
 
 
 def check_fields(communicator: Communicator, fields: Mapping[str, str], *, what: str, remedy: str) -> None:

@@ -82,9 +82,6 @@ class LocalCommunicator(Communicator):
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
         """Return at once, because there is no other rank to compare with."""
 
-    def barrier(self) -> None:
-        """Return at once, because there is no other rank to wait for."""
-
     def close(self) -> None:
         """Return at once, because nothing was opened."""
 

@@ -206,10 +206,6 @@ class ProcessCommunicator(Communicator):
         """Check that all ranks hold the same bits; see `Communicator.check_same`."""
         check_same(self, subject)
 
-    def barrier(self) -> None:
-        """Wait until every rank has made this call."""
-        self.exchange(b"")
-
     def close(self) -> None:
         """Stop watching the other ranks. The process group stays open."""
         self.watch.close()

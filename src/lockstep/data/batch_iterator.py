@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias, final, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
+from lockstep.arguments import check_bool, check_choice, check_integer
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import Iterator, SampleFilter
 from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
@@ -19,7 +20,6 @@ from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_n
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError
-from lockstep.integers import check_bool, check_integer
 from lockstep.state import check_keys
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
@@ -97,8 +97,7 @@ class BatchIterator(Iterator):
         check_integer("num_workers", num_workers, minimum=0)
         for name, value in (("shuffle", shuffle), ("repeat", repeat), ("sample_streams", sample_streams)):
             check_bool(name, value)
-        if last_batch not in get_args(LastBatch):
-            raise ValueError(f"`last_batch` must be 'wrap', 'short' or 'drop', got {last_batch!r}.")
+        check_choice("last_batch", last_batch, get_args(LastBatch))
         if last_batch == "drop" and batch_size > len(dataset):
             rule = f"must be at most the number of samples ({len(dataset)}) if the last batch is dropped"
             raise ValueError(f"`batch_size` {rule}, got {batch_size}.")

@@ -7,17 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
+from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.arguments import check_choice, check_integer
 from lockstep.data.iterator import Iterator
 from lockstep.data.samples import Samples
 from lockstep.data.workers import watched
 from lockstep.errors import OrderError, ReplayWarning, StateError
-from lockstep.state import check_keys
+from lockstep.state import Loadable, check_keys
 
 _PART_ATTRIBUTES: Final = ("sampler", "batch_sampler", "dataset", "base_dataloader")
 """The attributes in which DataLoaders, and samplers that wrap others, store the objects that select samples."""
@@ -72,21 +73,6 @@ def _parts(source: object) -> PythonIterator[Any]:
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
 
 _END: Final = object()
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A source that can save its position and continue from it, like ``StatefulDataLoader`` of torchdata.
-
-    After it has loaded a state, the next iteration over it continues from there; if the state was saved at the
-    end of an epoch, with the next epoch.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the current iteration."""
-
-    def load_state_dict(self, state_dict: Any, /) -> object:
-        """Set the position from which the next iteration continues."""
 
 
 @final
@@ -192,8 +178,7 @@ class IterableBatches(Iterator):
         if isinstance(source, Iterator):
             rule = "must not be a lockstep Iterator, which needs no adapter"
             raise TypeError(f"`source` {rule}, got a {type(source).__name__}.")
-        if batches_of not in get_args(BatchesOf):
-            raise ValueError(f"`batches_of` must be 'tensors' or 'samples', got {batches_of!r}.")
+        check_choice("batches_of", batches_of, get_args(BatchesOf))
         check_source(source, "source")
         self._one_shot = isinstance(source, PythonIterator)
         if repeat and self._one_shot:
@@ -204,7 +189,7 @@ class IterableBatches(Iterator):
         self.repeat = not self._one_shot if repeat is None else repeat
         # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
         given: Any = source
-        self._resumable: Resumable | None = given if isinstance(given, Resumable) else None
+        self._resumable: Loadable | None = given if isinstance(given, Loadable) else None
         self._num_batches = _length(source)
         if self._num_batches == 0:
             raise ValueError("`source` must hold at least one batch, got none.")
@@ -232,8 +217,7 @@ class IterableBatches(Iterator):
             OrderError: If the source has raised an error before and can be iterated over only once.
             Exception: Any exception of the source; the position is unchanged.
         """
-        if ahead < 0:
-            raise ValueError(f"`ahead` must be at least 0, got {ahead}.")
+        check_integer("ahead", ahead, minimum=0)
         while len(self._ahead) <= ahead:
             # Before reading, which would start another epoch.
             if self._end.epoch > 0 and not self.repeat:
@@ -278,8 +262,7 @@ class IterableBatches(Iterator):
         Raises:
             StopIteration: If fewer batches are left; the position is unchanged.
         """
-        if num_batches < 1:
-            raise ValueError(f"`num_batches` must be at least 1, got {num_batches}.")
+        check_integer("num_batches", num_batches, minimum=1)
         # Everything that can fail comes first, so that an error leaves the position unchanged.
         self.peek(num_batches - 1)
         start, previous = self._cursor, self.epoch_detail

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.doctor.machine import CORES, core_quota, existing, file_system, host_address, kernel_variables, read
-from lockstep.replicas import CUBLAS_VALUES, usable_cores
+from lockstep.replicas import missing_settings, usable_cores
 
 Level = Literal["problem", "note"]
 
@@ -149,37 +149,21 @@ def _check_gpus(variables: Mapping[str, str]) -> Iterator[Finding]:
             f"The GPUs are of {len(names)} kinds ({', '.join(sorted(names))}), whose kernels round differently.",
             "Name devices of one kind, or choose them by CUDA_VISIBLE_DEVICES.",
         )
-    yield from check_gpu_settings(
-        variables,
-        benchmark=torch.backends.cudnn.benchmark,
-        deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-    )
+    yield from check_gpu_settings(variables)
 
 
-def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, deterministic: bool) -> Iterator[Finding]:
-    """Yield settings with which GPUs give other bits in every run.
+def check_gpu_settings(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Name settings without which kernels of CUDA may give other bits in every run.
 
     Args:
-        variables: The environment variables.
-        benchmark: Whether cuDNN chooses algorithms by their time.
-        deterministic: Whether only deterministic algorithms are allowed.
+        variables: The environment.
     """
-    if benchmark:
-        yield _problem(
-            "cuDNN chooses algorithms by measuring them, so that each run may choose others.",
-            "Set torch.backends.cudnn.benchmark = False.",
-        )
-    if not deterministic:
-        yield _note(
-            "Some algorithms of cuDNN give other bits in every run, and are allowed by default.",
-            "Set torch.backends.cudnn.deterministic = True in your program.",
-        )
-    workspace = variables.get("CUBLAS_WORKSPACE_CONFIG")
-    if workspace not in CUBLAS_VALUES:
-        state = "not set" if workspace is None else repr(workspace)
-        yield _note(
-            f"CUBLAS_WORKSPACE_CONFIG is {state}, so that cuBLAS may give other bits if several streams are used.",
-            f"Set it to {CUBLAS_VALUES[0]} before Python starts.",
+    missing = missing_settings(variables)
+    if missing:
+        # cuDNN then chooses algorithms by measuring them, and not only the few that are allowed by default vary.
+        yield (_problem if torch.backends.cudnn.benchmark else _note)(
+            f"Kernels of CUDA may give other bits in every run, because these are not set: {', '.join(missing)}.",
+            "Call lockstep.use_deterministic_kernels() before anything runs on a GPU.",
         )
 
 

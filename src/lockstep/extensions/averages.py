@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lockstep.arguments import look_up
 from lockstep.errors import StateError
 from lockstep.metrics import Average, Mean
 from lockstep.precision import HALF_PRECISION
@@ -93,10 +94,7 @@ class ExponentialMovingAverage(Extension):
         Raises:
             KeyError: If the updater has no model of this name.
         """
-        models = trainer.updater.get_all_models()
-        if self.model_name not in models:
-            raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
-        model = models[self.model_name]
+        model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
         is_first = bool(self._exact) and int(self.average.n_averaged) == 0
         self.average.update_parameters(model)
         given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)

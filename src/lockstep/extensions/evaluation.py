@@ -132,7 +132,7 @@ class Evaluation:
         if self._gathered:
             by_rank = self._pass.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
             # In the order of shards, which is that of an evaluation by one process.
-            self._update(self._gathered, sorted((each for rank in by_rank for each in rank), key=_key_of))
+            self._update(self._gathered, sorted((each for rank in by_rank for each in rank), key=lambda each: each[0]))
 
     def _arguments(self, tensors: Any) -> ShardArguments:
         """Return the tensors of a shard as arguments of the loss function and of the model."""
@@ -250,7 +250,3 @@ class Evaluation:
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
-
-
-def _key_of(outcome: Outcome) -> ShardKey:
-    return outcome[0]

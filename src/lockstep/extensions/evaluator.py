@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.arguments import check_integer, look_up
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.elsewhere import EVALUATOR, names_ours
 from lockstep.extensions.evaluation import Evaluation
-from lockstep.integers import check_integer
 from lockstep.metrics import (
     Metric,
     Observed,
@@ -187,12 +187,10 @@ class Evaluator(Extension):
 
     def _runner_of(self, updater: Updater) -> InferenceRunner:
         """Return what runs the model."""
-        models = updater.get_all_models()
-        if self.model is None and self.model_name not in models:
-            raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
+        named = updater.get_all_models()
+        model = look_up(self.model_name, named, "model_name") if self.model is None else self.model
         if self.model is None and isinstance(updater, ParallelUpdater):
             return runner_of(updater, num_shards=self.num_shards, model_name=self.model_name)
-        model = models[self.model_name] if self.model is None else self.model
         # Kept, because another model needs replicas and threads of its own.
         if self._own_runner is None or self._own_runner.replicas.model is not model:
             self._own_runner = runner_of(updater, num_shards=self.num_shards, model=model)

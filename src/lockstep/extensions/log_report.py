@@ -217,7 +217,7 @@ def _read(trainer: Trainer, filename: str, saved: Mapping[str, Any]) -> bytes:
     if kept is None:
         kept = _parse(file, count, saved["last"])
     # Ranks may see other folders, of which one may be new.
-    found = [int(each) for each in communicator.exchange(str(kept.count(b"\n")).encode())]
+    found = communicator.exchange_json(kept.count(b"\n"))
     owner = found.index(max(found))
     if found[owner] < count and trainer.is_main:
         state = f"has {found[0]} of them" if kind_of(file.path) else "is absent"

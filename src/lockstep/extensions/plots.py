@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lockstep.arguments import check_integer
+from lockstep.elsewhere import check_installed
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.unobserved import Unobserved, check_names
-from lockstep.integers import check_integer
 from lockstep.side_files import SideFile
 from lockstep.state import check_keys
 from lockstep.trainer import READER, WRITER, Extension, Trainer
@@ -69,7 +70,7 @@ class Plot(Extension):
     """
 
     def __init__(self, filename: str, trigger: TriggerSpec) -> None:
-        check_matplotlib(type(self).__name__)
+        check_installed("matplotlib", extra="plot", user=type(self).__name__)
         self.filename = filename
         self.trigger = trigger
         self._next = 0.0
@@ -238,21 +239,6 @@ def _label(key: str) -> str:
     """Return the part of a name that distinguishes the curves of one panel."""
     source = key.rpartition("/")[0]
     return "training" if source == "main" else source.removesuffix("/main") or key
-
-
-def check_matplotlib(user: str) -> None:
-    """Check that matplotlib is installed.
-
-    Args:
-        user: The name of the class that requires it.
-
-    Raises:
-        ImportError: If it is not.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to check that it is installed
-    except ImportError as error:
-        raise ImportError(f"{user} requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error
 
 
 PERCENTILES: Final = (0.0, 0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87, 100.0)

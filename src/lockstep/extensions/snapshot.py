@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from lockstep import snapshots
+from lockstep.arguments import check_integer
 from lockstep.communicators import AgentDeadline
 from lockstep.elsewhere import SNAPSHOT, names_ours
 from lockstep.errors import (
@@ -20,15 +21,16 @@ from lockstep.errors import (
     OrderError,
     PeerError,
     SignalExit,
+    SnapshotError,
     SnapshotWarning,
     WorkerError,
 )
-from lockstep.integers import check_integer
 from lockstep.metrics import as_mean, read_means
 from lockstep.program import PROGRAM, describe_program
 from lockstep.stopping import STOP
-from lockstep.trainer import Extension, Trainer, any_rank, reason_of, wait_for_writers, write_emergency
+from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import Updater
 
 LAST: Final = -1_000_000
 """A priority below that of any other extension, so that none is still to come when the state is saved."""
@@ -194,7 +196,7 @@ class Snapshot(Extension):
             lost = self._end(trainer)
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
             if isinstance(lost, PeerError) and self._collector is not None and not self._writes:
-                write_emergency(trainer, self._collector, _about(trainer))
+                _write_emergency(trainer, self._collector, _reason_of(lost, trainer.updater))
         finally:
             received = self._release()
         # Not before the handlers are restored: a signal that arrived in between would be lost.
@@ -219,7 +221,7 @@ class Snapshot(Extension):
 
     def _write_last(self, trainer: Trainer) -> None:
         """Write the last state if the way in which the run has ended allows it."""
-        writer, reason = self._writer, reason_of(self._error, trainer.updater)
+        writer, reason = self._writer, _reason_of(self._error, trainer.updater)
         if writer is None:
             return
         writer.wait()
@@ -229,7 +231,7 @@ class Snapshot(Extension):
         if reason is None and isinstance(self._error, PeerError | WorkerError):
             _warn_of_lost_state(trainer, writer.newest_update)
         # The last one may have failed, or have been dropped because two others were being written.
-        if reason is not None and any_rank(trainer.updater, writer.newest_update != trainer.updater.iteration):
+        if reason is not None and _any_rank(trainer.updater, writer.newest_update != trainer.updater.iteration):
             self._save(trainer, reason, must=True)
             writer.wait()
             self._log_written()
@@ -247,7 +249,9 @@ class Snapshot(Extension):
                 self._compare(now=True)
             elif isinstance(self._error, SignalExit):
                 self._compare(now=True)
-                return wait_for_writers(trainer)
+                # No rank may end while another one still writes: a launcher takes the first process that ends for a
+                # failure, and ends the others.
+                trainer.updater.communicator.exchange(b"")
         except PeerError as error:
             # A run that has reached its end has lost nothing; the process that is lost has its own error.
             return None if self._error is None else error
@@ -387,7 +391,7 @@ def _run_id(trainer: Trainer, current: str) -> str:
     if source is not None and source.same_run:
         current = source.run_id
     # Rank 0 decides, because the other ranks may see other folders.
-    return trainer.updater.communicator.exchange((current or secrets.token_hex(8)).encode())[0].decode()
+    return str(trainer.updater.communicator.exchange_json(current or secrets.token_hex(8))[0])
 
 
 def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -> None:
@@ -415,3 +419,49 @@ def _about(trainer: Trainer) -> dict[str, Any]:
         "devices": [str(device) for device in updater.devices],
         "processes": updater.communicator.size,
     }
+
+
+def _reason_of(error: BaseException | None, updater: Updater) -> str | None:
+    """Return why a snapshot is written at the end of a run.
+
+    Args:
+        error: The exception that ends the run, if there is one.
+        updater: The updater of the run.
+
+    Returns:
+        The reason for the manifest; None if the state may be in the middle of something, or partly on a rank that is
+        lost, so that it is not written.
+    """
+    if error is None:
+        return "end of the run"
+    if isinstance(error, SignalExit):
+        return f"signal {error.name}"
+    # The exchange that failed comes before anything changes, and so does a wait for data, so that the state is that of
+    # the last finished update.
+    if updater.shares_state or not isinstance(error, PeerError | WorkerError):
+        return None
+    return f"emergency snapshot of rank {updater.communicator.rank}"
+
+
+def _any_rank(updater: Updater, holds: bool) -> bool:
+    """Return whether something holds on any rank, where all of them must then collect the state together.
+
+    Args:
+        updater: The updater of the run.
+        holds: Whether it holds on this rank.
+    """
+    return any(updater.communicator.exchange_json(holds)) if updater.shares_state else holds
+
+
+def _write_emergency(trainer: Trainer, collector: snapshots.Collector, reason: str | None) -> None:
+    """Write the state of the last finished update on a rank that writes no other snapshots."""
+    if trainer.updater.iteration == 0 or reason is None:
+        return
+    # Also after no update of its own: the machine that had the snapshot and sent it may be the one that is lost.
+    try:
+        content = collector.collect(surroundings=trainer.surroundings())
+        snapshots.write_beside(trainer.out, content, reasons=[reason], about=_about(trainer))
+    except (OSError, SnapshotError) as failure:
+        # The loss of the rank stays the error that ends this process.
+        message = f"The emergency snapshot of update {trainer.updater.iteration} could not be written: {failure}"
+        warnings.warn(message, SnapshotWarning, stacklevel=3)

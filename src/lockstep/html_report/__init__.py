@@ -2,4 +2,4 @@
 
 from lockstep.html_report.markup import element as element, table as table
 from lockstep.html_report.page import render as render, render_checks as render_checks
-from lockstep.html_report.run import LOG as LOG, RunData as RunData, read_run as read_run
+from lockstep.html_report.run import LOG as LOG, read_run as read_run

@@ -100,7 +100,7 @@ class ShardMetric(ABC):
         if self.rule == "gather" or (self.rule == "count" and len(by_rank) == 1):
             return
         # Sorting is stable, so the states of ranks that have no number of their own stay in the order of ranks.
-        in_order = sorted((part for parts in by_rank for part in parts), key=_key_of)
+        in_order = sorted((part for parts in by_rank for part in parts), key=lambda part: part[0])
         self._load([state for _, state in in_order])
 
     def compute(self) -> Any:
@@ -182,10 +182,6 @@ def to_cpu(value: Any) -> Any:
     return [to_cpu(each) for each in value] if isinstance(value, list) else value
 
 
-def _key_of(part: Part) -> ShardKey:
-    return part[0]
-
-
 MAX_ORDERED: Final = 1_000_000
 """The number of elements of floating-point sums above which the state of a metric is not kept for each shard."""
 
@@ -247,7 +243,7 @@ class TorchMetric(ShardMetric):
         """Prevent the metrics from gathering states over the default process group, which are merged already."""
         before = {name: holder.distributed_available_fn for name, holder in self._holders.items()}
         for holder in self._holders.values():
-            holder.distributed_available_fn = _not_available
+            holder.distributed_available_fn = lambda: False
         try:
             yield
         finally:
@@ -317,10 +313,6 @@ def _concatenated(values: Sequence[Any]) -> list[torch.Tensor]:
 
 def _to_device(value: Any, device: torch.device) -> Any:
     return [_to_device(each, device) for each in value] if isinstance(value, list) else value.to(device)
-
-
-def _not_available() -> bool:
-    return False
 
 
 _MERGES: Final[Mapping[str | None, Callable[[Sequence[Any]], Any]]] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from lockstep.arguments import check_choice
 from lockstep.errors import StateError
 
 TIMINGS = ("pre", "post")
@@ -68,12 +69,10 @@ def describe(hook: Callable[..., object], name: str | None, timing: str, group: 
     """
     if not callable(hook):
         raise TypeError(f"`hook` must be callable, got {type(hook).__name__}.")
-    if timing not in {*TIMINGS, "auto"}:
-        raise ValueError(f"`timing` must be 'pre', 'post' or 'auto', got {timing!r}.")
+    check_choice("timing", timing, (*TIMINGS, "auto"))
     if timing == "auto":
         timing = getattr(hook, "timing", "pre")
-        if timing not in TIMINGS:
-            raise ValueError(f"`hook.timing` must be 'pre' or 'post', got {timing!r}.")
+        check_choice("hook.timing", timing, TIMINGS)
     name = name or getattr(hook, "name", None) or getattr(hook, "__name__", None)
     if name is None:
         raise ValueError("`name` must be given for a hook that has neither `name` nor `__name__`, got None.")

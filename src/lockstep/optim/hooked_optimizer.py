@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lockstep.arguments import check_choice
 from lockstep.errors import OrderError, StateError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
 from lockstep.optim.options import check_names, check_options, check_saved, run_load_pre_hooks, without_pre_hooks
@@ -382,8 +383,7 @@ class HookedOptimizer(Optimizer):
         Raises:
             ValueError: If the timing is unknown.
         """
-        if timing not in TIMINGS:
-            raise ValueError(f"`timing` must be 'pre' or 'post', got {timing!r}.")
+        check_choice("timing", timing, TIMINGS)
         for entry in self._hooks.with_timing(timing):
             # Before every hook, because the previous one may have cleared gradients.
             self.fill_missing_grads()

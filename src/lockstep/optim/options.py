@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.arguments import check_choice
 from lockstep.errors import StateError
 from lockstep.state import check_keys
 
@@ -39,8 +40,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"`momentum` must lie in [0, 1), got {options['momentum']}.")
     if "weight_decay" in options and not 0 <= options["weight_decay"] < math.inf:
         raise ValueError(f"`weight_decay` must be finite and at least 0, got {options['weight_decay']}.")
-    if options["missing_grad"] not in {"skip", "zero"}:
-        raise ValueError(f"`missing_grad` must be 'skip' or 'zero', got {options['missing_grad']!r}.")
+    check_choice("missing_grad", options["missing_grad"], ("skip", "zero"))
 
 
 def scalar(lr: float | Tensor) -> float | Tensor:

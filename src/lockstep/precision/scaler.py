@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -89,15 +89,6 @@ def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:
         for parameter in group["params"]
         if parameter.grad is not None or (masters and masters.gradient_target(parameter).grad is not None)
     )
-
-
-@runtime_checkable
-class HasMasters(Protocol):
-    """An optimizer that may hold master weights of its own."""
-
-    @property
-    def masters(self) -> MasterWeights | None:
-        """The master weights; None if there are none."""
 
 
 Steppable: TypeAlias = Optimizer | MasterWeights
@@ -392,7 +383,8 @@ class LossScaler:
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
     if isinstance(optimizer, MasterWeights):
         return optimizer
-    return optimizer.masters if isinstance(optimizer, HasMasters) else None
+    masters = getattr(optimizer, "masters", None)
+    return masters if isinstance(masters, MasterWeights) else None
 
 
 def _inner(optimizer: Steppable) -> Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,21 +33,6 @@ from lockstep.updaters import (
 Batches = TypeVar("Batches", bound=Iterable[Any])
 
 
-@runtime_checkable
-class Resettable(Protocol):
-    """An iterator that can be reset."""
-
-    def reset(self) -> object:
-        """Return to the first batch."""
-
-
-@runtime_checkable
-class Repeating(Protocol):
-    """An iterator that may have no end."""
-
-    repeat: bool
-
-
 def check_one_pass(batches: object, name: str) -> None:
     """Check that batches end, and that they are the same on every rank.
 
@@ -58,7 +43,7 @@ def check_one_pass(batches: object, name: str) -> None:
     Raises:
         ValueError: If it repeats, or its sampler gives each rank other samples.
     """
-    if isinstance(batches, Repeating) and batches.repeat:
+    if getattr(batches, "repeat", False):
         raise ValueError(f"`{name}` must end after one pass, got one that repeats. Create it with repeat=False.")
     check_not_split_by_rank(batches, name)
 
@@ -70,7 +55,7 @@ def rewound(batches: Batches, runner: InferenceRunner) -> Batches:
         batches: The source of the batches, which is returned.
         runner: Runs the shards of this process.
     """
-    if isinstance(batches, Resettable):
+    if hasattr(batches, "reset"):
         batches.reset()
     if isinstance(batches, LockstepIterator):
         batches.load_only(runner.own_samples)

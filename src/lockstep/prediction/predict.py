@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.arguments import check_integer
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import BatchIterator, Iterator, MapDataset, Parts, collate
-from lockstep.integers import check_integer
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.prediction.data_pass import DataPass, check_one_pass, in_held_precision, rewound

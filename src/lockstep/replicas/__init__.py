@@ -6,10 +6,9 @@ from lockstep.replicas.batch import (
     check_dims as check_dims,
     count_samples as count_samples,
     dims_by_name as dims_by_name,
-    dims_by_path as dims_by_path,
     longest_name as longest_name,
     named_inputs as named_inputs,
-    positive_dim as positive_dim,
+    positive_dims as positive_dims,
     read_outputs as read_outputs,
 )
 from lockstep.replicas.buffers import (
@@ -29,7 +28,7 @@ from lockstep.replicas.buffers import (
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )
-from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
+from lockstep.replicas.group import ReplicaGroup as ReplicaGroup
 from lockstep.replicas.memory import (
     free_reserved_memory as free_reserved_memory,
     is_memory_limited as is_memory_limited,
@@ -53,7 +52,6 @@ from lockstep.replicas.passes import (
     refusing_writes as refusing_writes,
 )
 from lockstep.replicas.pool import (
-    CUBLAS_VALUES as CUBLAS_VALUES,
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
     CopyStreams as CopyStreams,
@@ -70,6 +68,7 @@ from lockstep.replicas.pool import (
     fork_error as fork_error,
     held_tensors as held_tensors,
     inherited as inherited,
+    missing_settings as missing_settings,
     parse_devices as parse_devices,
     usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 
@@ -12,18 +12,8 @@ STATUS = Path("/proc/self/status")
 """The file in which Linux has the memory of a process, in KiB."""
 
 
-@runtime_checkable
-class CountsMemory(Protocol):
-    """A module for a type of accelerator, such as `torch.cuda`, that counts the memory of tensors."""
-
-    def max_memory_allocated(self, device: torch.device, /) -> int:
-        """Return the largest number of bytes that tensors took."""
-
-    def reset_peak_memory_stats(self, device: torch.device, /) -> None:
-        """Count the largest number from now on."""
-
-    def empty_cache(self) -> None:
-        """Return memory that is reserved and not in use."""
+COUNTING: Final = ("max_memory_allocated", "reset_peak_memory_stats", "empty_cache")
+"""The functions of a module for a type of accelerator, such as `torch.cuda`, that counts the memory of tensors."""
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -71,10 +61,10 @@ def is_memory_limited() -> bool:
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def _counting(device: torch.device) -> CountsMemory | None:
+def _counting(device: torch.device) -> Any:
     """Return the module of an accelerator if it counts memory."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    return module if isinstance(module, CountsMemory) else None
+    return module if all(hasattr(module, name) for name in COUNTING) else None
 
 
 def _process_peak() -> int | None:

@@ -245,8 +245,8 @@ class Agreement:
         if self._open is None or (self._left > 0 and not now):
             return
         self._pause = self._left = 2 * self._pause
-        own = json.dumps({update: record.digest for update, record in self._records.items()})
-        found = [json.loads(each) for each in self._communicator.exchange(own.encode())]
+        own = {update: record.digest for update, record in self._records.items()}
+        found = self._communicator.exchange_json(own)
         # All ranks read the same messages, so all of them act alike.
         for update in sorted(map(int, set.intersection(*map(set, found)))):
             record = self._records[update]
@@ -261,8 +261,8 @@ class Agreement:
 
     def _disagreement(self, record: Record) -> DisagreementError:
         """Find out which rank and which tensor differ. Every rank must call this."""
-        values = json.dumps({**record.tensors, "a counter, an option or a position": record.digest})
-        found = [json.loads(each) for each in self._communicator.exchange(values.encode())]
+        values = {**record.tensors, "a counter, an option or a position": record.digest}
+        found = self._communicator.exchange_json(values)
         rank = next(rank for rank, each in enumerate(found) if each != found[0])
         name = Record(0, "", found[rank]).differing(Record(0, "", found[0]))[0]
         return DisagreementError(

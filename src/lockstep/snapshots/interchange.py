@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.arguments import look_up
 from lockstep.errors import SnapshotError, StateError, printable
 from lockstep.snapshots.content import model_file
 from lockstep.snapshots.disk import snapshots_in
@@ -90,9 +91,7 @@ def export_hf(source: str | Path, path: str | Path, *, config: Any = None, model
         SnapshotError: If there is no whole snapshot.
     """
     snapshot = _read(source)
-    models = snapshot.manifest.models
-    if model not in models:
-        raise KeyError(f"`model` must be one of {sorted(models)}, got {model!r}.")
+    look_up(model, snapshot.manifest.models, "model")
     folder = Path(path)
     target = folder / WEIGHTS
     if target.exists():

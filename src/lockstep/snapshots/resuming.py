@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,14 +61,14 @@ def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> S
     """
     if communicator.size == 1:
         return read()
-    own, report = None, ""
+    own, report = None, list[Any]()
     # Rank 0 first, because the ranks of a machine see one folder, and the first to read it renames what is damaged.
     if communicator.rank == 0:
         own, report = _try(read)
     communicator.exchange(b"")
     if communicator.rank != 0:
         own, report = _try(read)
-    found = [json.loads(each) for each in communicator.exchange(report.encode())]
+    found = communicator.exchange_json(report)
     newest = max(update for update, _, _ in found)
     errors = [f"Rank {rank}: {error}" for rank, (_, _, error) in enumerate(found) if error is not None]
     if newest < 0:
@@ -80,7 +81,7 @@ def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> S
     return _send(communicator, own, owner)
 
 
-def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
+def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, list[Any]]:
     """Read a snapshot, and describe it for the other ranks by its update, its digest and the error."""
     snapshot, error = None, None
     try:
@@ -89,7 +90,7 @@ def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
         # The other ranks are waiting for this rank's report, and raise if none of them has a snapshot.
         error = str(raised)
     known = (-1, "") if snapshot is None else (snapshot.update, snapshot.manifest.run)
-    return snapshot, json.dumps([*known, error])
+    return snapshot, [*known, error]
 
 
 def _send(communicator: Communicator, own: Snapshot | None, owner: int) -> Snapshot:
@@ -126,10 +127,10 @@ def first_rank_in_folder(communicator: Communicator, out: Path) -> list[int]:
     path = out / name
     path.touch(exist_ok=False)
     try:
-        names = [each.decode() for each in communicator.exchange(name.encode())]
+        names = communicator.exchange_json(name)
         seen = min(rank for rank, each in enumerate(names) if each == name or (out / each).exists())
         # An exchange before the file is removed: the others must have looked for it.
-        return [json.loads(each) for each in communicator.exchange(json.dumps(seen).encode())]
+        return communicator.exchange_json(seen)
     finally:
         path.unlink(missing_ok=True)
 
@@ -162,9 +163,9 @@ def save(updater: Updater, path: str | Path) -> None:
         raise
     finally:
         # Also after an error: the other ranks are waiting, and must not take the snapshot for durable.
-        errors = communicator.exchange(error.encode())
+        errors = communicator.exchange_json(error)
     if errors[0]:
-        raise SnapshotError(f"Rank 0 could not save a snapshot: {errors[0].decode()}")
+        raise SnapshotError(f"Rank 0 could not save a snapshot: {errors[0]}")
 
 
 def _save(updater: Updater, target: Path) -> None:

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from lockstep.arguments import check_integer
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
-from lockstep.integers import check_integer
 from lockstep.side_files import kind_of
 from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_now, write_snapshot
 from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name

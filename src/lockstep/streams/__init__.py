@@ -21,5 +21,4 @@ from lockstep.streams.seeds import (
     substream as substream,
 )
 from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
-from lockstep.streams.state import DefaultGeneratorGuard as DefaultGeneratorGuard
-from lockstep.streams.thread import THREAD_STREAMS as THREAD_STREAMS
+from lockstep.streams.state import THREAD_STREAMS as THREAD_STREAMS, DefaultGeneratorGuard as DefaultGeneratorGuard

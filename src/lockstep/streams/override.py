@@ -6,15 +6,13 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.seeds import NUM_SEEDS, check_seed
-from lockstep.streams.state import default_addresses, replace_names
-from lockstep.streams.thread import THREAD_STREAMS
+from lockstep.streams.state import THREAD_STREAMS, default_addresses, replace_names
 
 _DISPATCH_KEY = "BackendSelect"
 
@@ -171,9 +169,7 @@ class StreamOverride:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -205,7 +201,5 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
         self._outer.append(THREAD_STREAMS.generator)
         THREAD_STREAMS.generator = torch.Generator().manual_seed(self._seed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         THREAD_STREAMS.generator = self._outer.pop()

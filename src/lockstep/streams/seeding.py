@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_integer
 
 MAX_SEED = 2**32 - 1
 """The largest seed of NumPy."""

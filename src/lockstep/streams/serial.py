@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -96,9 +95,7 @@ class DefaultStream:
         self._saved = list(zip(generators, map(torch.Generator.get_state, generators), strict=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         saved, self._saved = self._saved or [], None
         for generator, state in saved:
             generator.set_state(state)

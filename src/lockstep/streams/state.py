@@ -7,6 +7,7 @@ stream of a thread and the recomputation starts from another state, the gradient
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
@@ -14,7 +15,24 @@ from typing import Any
 
 import torch
 
-from lockstep.streams.thread import THREAD_STREAMS
+
+class ThreadStreams(threading.local):
+    """The open stream of each thread.
+
+    Attributes:
+        generator: The innermost open stream of the calling thread, or None if no stream is open.
+    """
+
+    generator: torch.Generator | None = None
+
+    @property
+    def current(self) -> torch.Generator:
+        """The generator that the calling thread draws from: its stream, or the default generator."""
+        return torch.default_generator if self.generator is None else self.generator
+
+
+# One per process, because the kernels of torch and the functions of `torch.random`, which read it, are shared too.
+THREAD_STREAMS = ThreadStreams()
 
 
 class GeneratorProxy(torch.Generator):

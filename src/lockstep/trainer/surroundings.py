@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import struct
 import sys
 import tempfile
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.arguments import check_integer
 from lockstep.communicators import Communicator
-from lockstep.integers import check_integer
 from lockstep.metrics import Observed
 from lockstep.triggers import Progress
 from lockstep.updaters import Updater
@@ -49,19 +48,9 @@ class SynchronizedProgress:
         # Once, whether one trigger asks or several: all ranks must take part in an exchange equally often, and
         # within an iteration every trigger must see the same time.
         if self._read_at != self.updater.iteration:
-            clocks = self.updater.communicator.exchange(struct.pack("<d", self._run.elapsed_time))
-            (self._elapsed,) = struct.unpack("<d", clocks[0])
+            self._elapsed = self.updater.communicator.exchange_json(self._run.elapsed_time)[0]
             self._read_at = self.updater.iteration
         return self._elapsed
-
-
-def call_and_catch(call: Callable[[], object]) -> BaseException | None:
-    """Call a function, and return the exception that it raises, if any."""
-    try:
-        call()
-    except BaseException as failure:  # noqa: BLE001 - the caller raises or reports it
-        return failure
-    return None
 
 
 def report_failure(what: str, failure: BaseException, *, original: BaseException) -> None:
@@ -106,6 +95,6 @@ def trial_folder(communicator: Communicator, owner: object) -> Path:
         owner: The object with which the folder goes.
     """
     own = tempfile.mkdtemp(prefix="lockstep-trial-") if communicator.rank == 0 else ""
-    out = Path(own if communicator.size == 1 else communicator.exchange(own.encode())[0].decode())
+    out = Path(communicator.exchange_json(own)[0])
     weakref.finalize(owner, shutil.rmtree, out, ignore_errors=True)
     return out

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, missing_attribute, names_ours
-from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError
-from lockstep.integers import check_integer
+from lockstep.arguments import check_integer, look_up
+from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, KnowsOthers, names_ours
+from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError, collect_error
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.prediction import Prediction, runner_of
 from lockstep.replicas import BatchDim, OneIntraOpThread
@@ -23,14 +23,7 @@ from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
 from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
-from lockstep.trainer.surroundings import (
-    SynchronizedProgress,
-    call_and_catch,
-    report_failure,
-    say,
-    trial_folder,
-    trial_updates,
-)
+from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder, trial_updates
 from lockstep.triggers import (
     Never,
     Progress,
@@ -42,12 +35,12 @@ from lockstep.triggers import (
     position,
     reached,
 )
-from lockstep.updaters import Converter, Updater, look_up
+from lockstep.updaters import Converter, Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
 
 
-class Trainer:
+class Trainer(KnowsOthers):
     """Runs updates, and after each update the extensions whose triggers fire, until a bound is reached.
 
     One iteration::
@@ -82,6 +75,8 @@ class Trainer:
 
     Determinism: the order of all calls depends only on priorities and on the order of the calls of `extend`.
     """
+
+    _others = TRAINER_NAMES
 
     @names_ours(TRAINER)
     def __init__(
@@ -119,22 +114,6 @@ class Trainer:
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
-
-    if not TYPE_CHECKING:  # checkers of types know which attributes there are
-
-        def __getattr__(self, name: str) -> object:
-            """Raise an error that says what an attribute of another library is called here."""
-            raise missing_attribute(self, name, TRAINER_NAMES)
-
-        def __setattr__(self, name: str, value: object) -> None:
-            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
-
-            Raises:
-                AttributeError: If it is such an option; a subclass of yours may have it.
-            """
-            if name in TRAINER_NAMES and type(self).__module__.startswith("lockstep."):
-                raise missing_attribute(self, name, TRAINER_NAMES)
-            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         ending = f"until={self.until!r}, out={str(self.out)!r}), {self.updater.iteration} updates done"
@@ -226,9 +205,7 @@ class Trainer:
         Raises:
             KeyError: If there is no extension of this name; the message lists the names.
         """
-        if name not in self._entries:
-            raise KeyError(f"`name` must be one of {sorted(self._entries)}, got {name!r}.")
-        return self._entries[name].extension
+        return look_up(name, self._entries).extension
 
     def name_of(self, extension: Extension) -> str:
         """Return the name under which an extension was added.
@@ -559,10 +536,10 @@ class Trainer:
         calls += [(f"`finalize` of {each.name}", partial(each.extension.finalize, self)) for each in entries]
         first, calls = error, [*calls, ("`finalize` of the updater", self.updater.finalize)]
         for what, call in calls:
-            failure = call_and_catch(call)
-            if failure is not None and first is not None:
-                report_failure(what, failure, original=first)
-            first = first or failure
+            for failure in collect_error(call):
+                if first is not None:
+                    report_failure(what, failure, original=first)
+                first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
         if error is None and first is not None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
+from lockstep.arguments import check_choice
 from lockstep.metrics import Average
 from lockstep.triggers.times import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger, Unit, reached
@@ -148,8 +149,7 @@ class EarlyStopping(Trigger):
     ) -> None:
         if patience < 1:
             raise ValueError(f"`patience` must be at least 1, got {patience}.")
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(f"`mode` must be one of 'auto', 'min', 'max', got {mode!r}.")
+        check_choice("mode", mode, ("auto", "min", "max"))
         for argument, number in (("min_delta", min_delta), ("min_epochs", min_epochs)):
             if not number >= 0:
                 raise ValueError(f"`{argument}` must be at least 0, got {number}.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
+from lockstep.arguments import check_choice
 from lockstep.state import check_keys
-from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, check_unit, num_completed, position, reached
+from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, num_completed, position, reached
 
 
 class Interval(Trigger):
@@ -29,7 +30,7 @@ class Interval(Trigger):
     _saved = ("previous",)
 
     def __init__(self, period: float, unit: Unit) -> None:
-        check_unit(unit)
+        check_choice("unit", unit, get_args(Unit))
         if not period > 0:
             raise ValueError(f"`period` must be above 0, got {period}.")
         if unit in ("iteration", "update") and period != int(period):
@@ -78,7 +79,7 @@ class ManualSchedule(Trigger):
     _saved = ("previous",)
 
     def __init__(self, points: float | Sequence[float], unit: Unit) -> None:
-        check_unit(unit)
+        check_choice("unit", unit, get_args(Unit))
         several = points if isinstance(points, Sequence) else [points]
         if not several or not all(point > 0 for point in several):
             raise ValueError(f"`points` must be one or more numbers above 0, got {points}.")
@@ -260,7 +261,7 @@ class Until(Trigger):
     """
 
     def __init__(self, bound: float, unit: Unit) -> None:
-        check_unit(unit)
+        check_choice("unit", unit, get_args(Unit))
         if not bound >= 0:
             raise ValueError(f"`bound` must be at least 0, got {bound}.")
         self.bound = bound

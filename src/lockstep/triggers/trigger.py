@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 from lockstep.metrics import Observed
 from lockstep.state import Stateful, check_keys, load_all
@@ -177,16 +177,6 @@ class AnyOf(Combined):
     def limit(self) -> tuple[float, Unit] | None:
         """The first known limit of a trigger."""
         return next((trigger.limit for trigger in self.triggers if trigger.limit), None)
-
-
-def check_unit(unit: str) -> None:
-    """Check that a string is a unit.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if unit not in get_args(Unit):
-        raise ValueError(f"`unit` must be one of {', '.join(map(repr, get_args(Unit)))}, got {unit!r}.")
 
 
 def position(progress: Progress, unit: Unit) -> float:

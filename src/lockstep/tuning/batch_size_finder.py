@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
+from lockstep.arguments import check_choice, check_integer
 from lockstep.data import BatchIterator
 from lockstep.errors import PeerError, is_memory_error
-from lockstep.integers import check_integer
 from lockstep.replicas import free_reserved_memory, peak_memory, restart_peak_memory
 from lockstep.tuning.restored import restored
 from lockstep.updaters import MAIN, ParallelUpdater
@@ -144,8 +143,7 @@ def find_batch_size(
         ([(8, 2), (16, 4), (32, 8)], 'max_batch_size', 32)
     """
     batches = _check(updater, iterator, max_batch_size)
-    if mode not in ("power", "binsearch"):
-        raise ValueError(f"`mode` must be 'power' or 'binsearch', got {mode!r}.")
+    check_choice("mode", mode, ("power", "binsearch"))
     check_integer("num_updates", num_updates, minimum=2)
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")
@@ -237,8 +235,8 @@ def _tried(
             began, samples = time.perf_counter(), batches.samples_passed
     seconds = (time.perf_counter() - began) / (num_updates - 1)
     memory = [each for each in map(peak_memory, updater.devices) if each is not None]
-    own = json.dumps([seconds, max(memory, default=None)]).encode()
-    times, peaks = zip(*map(json.loads, updater.communicator.exchange(own)), strict=True)
+    own = [seconds, max(memory, default=None)]
+    times, peaks = zip(*updater.communicator.exchange_json(own), strict=True)
     samples_per_update = (batches.samples_passed - samples) / (num_updates - 1)
     return replace(
         trial,
@@ -266,8 +264,7 @@ def _update_fits(updater: ParallelUpdater) -> bool:
     except Exception as raised:  # noqa: BLE001 - raised below, once the other ranks know of it
         error = raised
     # The step of an optimizer may fail on one rank alone, so ranks have to agree after each update.
-    own = _status(error)
-    statuses = [each.decode() for each in updater.communicator.exchange(own.encode())]
+    statuses = updater.communicator.exchange_json(_status(error))
     failed = [rank for rank, status in enumerate(statuses) if status not in {FITS, MEMORY, PEER}]
     if error is not None and (failed or MEMORY not in statuses):
         raise error

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_choice, check_integer
+from lockstep.elsewhere import check_installed
 from lockstep.tuning.restored import restored
 from lockstep.updaters import ParallelUpdater
 
@@ -65,12 +66,11 @@ class LRFinderResult:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            # The figure is created without pyplot, whose state would be shared with your own figures.
-            from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
-            from matplotlib.figure import Figure  # noqa: PLC0415 - as above
-        except ImportError as error:
-            raise ImportError("`plot` requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error
+        check_installed("matplotlib", extra="plot", user="`plot`")
+        # The figure is created without pyplot, whose state would be shared with your own figures.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
+        from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+
         figure = Figure(figsize=(6.0, 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
@@ -143,8 +143,7 @@ def find_lr(
         (20, 0)
     """
     _check(updater, min_lr, max_lr, num_updates, stop_factor)
-    if mode not in ("exponential", "linear"):
-        raise ValueError(f"`mode` must be 'exponential' or 'linear', got {mode!r}.")
+    check_choice("mode", mode, ("exponential", "linear"))
     groups = updater.get_optimizer(optimizer).param_groups
     first = groups[0]["lr"]
     ratios = [group["lr"] / first if first else 1.0 for group in groups]

@@ -29,7 +29,6 @@ from lockstep.updaters.setup import (
     batch_size as batch_size,
     by_name as by_name,
     check_functions as check_functions,
-    look_up as look_up,
 )
 from lockstep.updaters.state import (
     CODE as CODE,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.arguments import look_up
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.elsewhere import STANDARD_UPDATER, UPDATER, names_ours
@@ -20,7 +21,7 @@ from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateC
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import (
     CopyAhead,

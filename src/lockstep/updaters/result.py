@@ -204,7 +204,7 @@ class UpdateResult:
             # In float64, in which weights of more than 2^24 tokens stay exact.
             counts = 0.0 if skipped is True else 1.0 - skipped.double()
             means = {name: Mean(mean.total, mean.weight * counts) for name, mean in means.items()}
-        flag = NOT_SKIPPED if skipped is False else Mean(_as_number(skipped), 1)
+        flag = NOT_SKIPPED if skipped is False else Mean(1.0 if skipped is True else skipped, 1)
         return {"loss": means.pop("loss"), "skipped": flag, **means}
 
     def _loss_weight(self) -> float:
@@ -240,10 +240,6 @@ class UpdateResult:
 
 def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
     return value.detach().to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _as_number(flag: bool | torch.Tensor) -> float | torch.Tensor:
-    return flag if isinstance(flag, torch.Tensor) else float(flag)
 
 
 def _resolve(value: ValueT | Callable[[], ValueT]) -> ValueT:

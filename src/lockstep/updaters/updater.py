@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from lockstep.arguments import look_up
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.data import Iterator
-from lockstep.elsewhere import UPDATER_NAMES, missing_attribute
+from lockstep.elsewhere import UPDATER_NAMES, KnowsOthers
 from lockstep.metrics import Mean
 from lockstep.updaters.result import SkippedUpdate
 
@@ -25,28 +26,14 @@ class Result(Protocol):
         """
 
 
-class Updater(ABC):
+class Updater(KnowsOthers, ABC):
     """Makes one update after another and counts them; a trainer decides when, and what happens in between.
 
     A subclass defines what an update is. Everything else in this interface is called between updates, from the thread
     that calls `update`.
     """
 
-    if not TYPE_CHECKING:  # checkers of types know which attributes there are
-
-        def __getattr__(self, name: str) -> object:
-            """Raise an error that says what an attribute of another library is called here."""
-            raise missing_attribute(self, name, UPDATER_NAMES)
-
-        def __setattr__(self, name: str, value: object) -> None:
-            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
-
-            Raises:
-                AttributeError: If it is such an option; a subclass of yours may have it.
-            """
-            if name in UPDATER_NAMES and type(self).__module__.startswith("lockstep."):
-                raise missing_attribute(self, name, UPDATER_NAMES)
-            super().__setattr__(name, value)
+    _others = UPDATER_NAMES
 
     @abstractmethod
     def update(self) -> Result:
@@ -119,10 +106,7 @@ class Updater(ABC):
         Raises:
             KeyError: If there is no optimizer of this name; the message lists the names.
         """
-        optimizers = self.get_all_optimizers()
-        if name not in optimizers:
-            raise KeyError(f"`name` must be one of {sorted(optimizers)}, got {name!r}.")
-        return optimizers[name]
+        return look_up(name, self.get_all_optimizers())
 
     @abstractmethod
     def get_all_optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -132,14 +116,14 @@ class Updater(ABC):
     def get_all_models(self) -> dict[str, torch.nn.Module]:
         """Return all models by name, in a new dict; of each the one that holds the weights."""
 
-    def connect_trainer(self, trainer: Any) -> None:  # noqa: B027 - optional; most updaters need no trainer
+    def connect_trainer(self, trainer: Any) -> None:
         """Receive the trainer at the end of its construction; by default, do nothing.
 
         Args:
             trainer: The `lockstep.Trainer`. Its type is not named here, because trainers depend on updaters.
         """
 
-    def finalize(self) -> None:  # noqa: B027 - optional; an updater may hold nothing
+    def finalize(self) -> None:
         """Release what is held between updates, such as threads and worker processes; by default, do nothing.
 
         The trainer calls this at the end of every run, also after an error, so it may be called repeatedly. If another

@@ -17,8 +17,7 @@ from typing import Any, Final
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
 from lockstep.verify.findings import findings
-from lockstep.verify.job import Job, Target
-from lockstep.verify.ways import REFERENCE, Way
+from lockstep.verify.ways import REFERENCE, Job, Target, Way
 
 AT_ONCE: Final = 2
 """The number of ways that run at the same time."""

@@ -17,8 +17,7 @@ from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import FreshMemory, ShardRunner
 from lockstep.tree import ShardSum
-from lockstep.verify.local import LOCAL
-from lockstep.verify.recorder import bits
+from lockstep.verify.recorder import LOCAL, bits
 
 NOW: Final = 1_700_000_000.25
 LATER: Final = 1_700_086_507.875

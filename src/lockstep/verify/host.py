@@ -29,8 +29,8 @@ import numpy as np
 import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, which takes a second
 
 from lockstep.verify.instruments import Instruments
-from lockstep.verify.job import Job
 from lockstep.verify.recorder import Recorder, UpdatesMade
+from lockstep.verify.ways import Job
 
 POLL: Final = 0.01
 """Seconds between two looks at the processes."""

@@ -39,12 +39,10 @@ from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
 from lockstep.verify.findings import LOOP, describe_parameters
-from lockstep.verify.job import Job
-from lockstep.verify.local import LOCAL
 from lockstep.verify.modes import OperatorLog, TrainingCalls, users_line
 from lockstep.verify.one_shard import compare_attempt
-from lockstep.verify.recorder import Recorder, of_nest, of_parameters
-from lockstep.verify.ways import REFERENCE
+from lockstep.verify.recorder import LOCAL, Recorder, of_nest, of_parameters
+from lockstep.verify.ways import REFERENCE, Job
 
 Call = Callable[..., Any]
 NO_CONTEXT: Final[AbstractContextManager[object]] = nullcontext()

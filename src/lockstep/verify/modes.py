@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.replicas import fill
-from lockstep.verify.local import LOCAL
-from lockstep.verify.recorder import bits
+from lockstep.verify.recorder import LOCAL, bits
 
 BORDER: Final = "verify/instruments.py"
 """The end of the file below whose frames a shard or a step begins."""

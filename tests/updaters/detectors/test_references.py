@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.updaters.detectors.outside import MOST_OBJECTS, outside_tensors, states
-from lockstep.updaters.detectors.references import attributes
+from lockstep.updaters.detectors import MOST_OBJECTS, attributes, outside_tensors, states
 from tests.support.runs import cross_entropy, finalized, updater_for
 from tests.support.workloads import MLP
 

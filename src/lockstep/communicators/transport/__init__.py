@@ -5,7 +5,6 @@ from lockstep.communicators.transport.channel import (
     Channel as Channel,
     PeerTensor as PeerTensor,
     PostedWork as PostedWork,
-    Works as Works,
 )
 from lockstep.communicators.transport.messages import (
     ROW_ALIGNMENT as ROW_ALIGNMENT,

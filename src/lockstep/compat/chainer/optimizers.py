@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,10 @@ from lockstep.precision import first_nonfinite
 Self = TypeVar("Self", bound="GradientMethod")
 
 
-class Serializer(Protocol):
-    """A function that takes a key and a value, and returns the value or, when loading, the saved one.
+Serializer: TypeAlias = Callable[[str, Any], Any]
+"""A function that takes a key and a value, and returns the value or, when loading, the saved one.
 
-    ``state.setdefault`` of a dict is such a function: with an empty dict it saves, with a filled one it loads.
-    """
-
-    def __call__(self, key: str, value: Any, /) -> Any:
-        """Save the value under the key and return it, or return the saved value."""
+``state.setdefault`` of a dict is such a function: with an empty dict it saves, with a filled one it loads."""
 
 
 class GradientMethod(optim.HookedOptimizer):

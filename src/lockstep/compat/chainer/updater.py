@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep import updaters
+from lockstep.arguments import look_up
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
 from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
-from lockstep.updaters import MAIN, Converter, UpdateResult, by_name, look_up
+from lockstep.updaters import MAIN, Converter, UpdateResult, by_name
 
 
 class FollowingReplicas:

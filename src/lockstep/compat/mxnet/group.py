@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas import Monitor, ReplicaGroup, Updatable
+from lockstep.metrics import Metric
+from lockstep.replicas import Monitor, ReplicaGroup
 
 
 @dataclass(frozen=True)
@@ -497,7 +498,7 @@ class DataParallelExecutorGroup:
         """
         self.core.install_monitor(monitor)
 
-    def update_metric(self, eval_metric: Updatable, labels: Sequence[torch.Tensor]) -> None:
+    def update_metric(self, eval_metric: Metric, labels: Sequence[torch.Tensor]) -> None:
         """Update a metric with the outputs of the last forward, one device after another.
 
         Args:

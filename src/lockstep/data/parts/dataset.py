@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import get_worker_info
 
+from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import BlockPart, Part
 from lockstep.errors import LockstepError, PartError
-from lockstep.integers import check_integer
 from lockstep.plan import cut
 from lockstep.streams import restored_generators
 
@@ -237,8 +237,7 @@ class Parts:
                 raise ValueError(
                     f"`parts` must have an index each, got {part.index} as that of {name} and {part.name}."
                 )
-        if on_bad_record not in get_args(OnBadRecord):
-            raise ValueError(f"`on_bad_record` must be 'raise' or 'skip', got {on_bad_record!r}.")
+        check_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
         if not slow_after > 0:
             raise ValueError(f"`slow_after` must be above 0 seconds, got {slow_after}.")
         self.num_sections = num_sections

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Final, TypeAlias, cas
 import torch
 from safetensors import safe_open
 
+from lockstep.arguments import check_integer
 from lockstep.data.parts.part import BlockPart, MadeWhenRead, Part, indexed
-from lockstep.integers import check_integer
 
 if TYPE_CHECKING:
     import numpy as np

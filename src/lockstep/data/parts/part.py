@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+from lockstep.arguments import check_integer
 from lockstep.errors import StateError
-from lockstep.integers import check_integer
 
 
 class Part(ABC):

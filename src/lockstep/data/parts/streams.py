@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 from torch.utils.data._utils import worker as worker_module
 
 from lockstep.data.batch_fingerprint import fingerprint
-from lockstep.data.iterable_batches import Resumable
 from lockstep.data.parts.part import BlockPart, indexed
 from lockstep.data.samples import Samples
+from lockstep.state import Loadable
 
 _DIFFERS: Final = (
     "It yields other samples than when it was counted. An iterable must yield the same samples whenever it is opened, "
@@ -82,7 +82,7 @@ class StreamPart(BlockPart):
             iterable = self.open_iterable()
             size, states, checksums, iterator = self.block, list[Any](), list[int](), iter(iterable)
             while size == self.block:
-                states.append(iterable.state_dict() if isinstance(iterable, Resumable) else None)
+                states.append(iterable.state_dict() if isinstance(iterable, Loadable) else None)
                 samples = list(islice(iterator, self.block))
                 checksums.append(_checksum(samples))
                 size = len(samples)
@@ -97,7 +97,7 @@ class StreamPart(BlockPart):
     def _from(self, block: int, state: Any) -> Iterator[Any]:
         """Open the iterable, and return an iterator over the samples from a block on."""
         iterable, skipped = self.open_iterable(), block * self.block
-        if skipped and state is not None and isinstance(iterable, Resumable):
+        if skipped and state is not None and isinstance(iterable, Loadable):
             iterable.load_state_dict(state)
             skipped = 0
         return islice(iter(iterable), skipped, None)

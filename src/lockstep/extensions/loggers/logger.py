@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import warnings
@@ -20,22 +19,6 @@ from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-
-
-def check_installed(package: str, *, extra: str, user: str) -> None:
-    """Check that a package is installed, without importing it.
-
-    Args:
-        package: The name of the package.
-        extra: The extra of lockstep that installs it.
-        user: The name of the class that requires it.
-
-    Raises:
-        ImportError: If the package is not installed.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{user} requires {package}. Install it: pip install 'lockstep-torch[{extra}]'.")
-
 
 EPOCH: Final = "epoch"
 """The name of the value that every entry contains, the number of epochs including the fraction of the current one."""

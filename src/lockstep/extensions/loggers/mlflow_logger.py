@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.extensions.loggers.logger import EPOCH, Logger, check_installed
+from lockstep.elsewhere import check_installed
+from lockstep.extensions.loggers.logger import EPOCH, Logger
 from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 

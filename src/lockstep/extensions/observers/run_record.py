@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 
 from lockstep._version import __version__
+from lockstep.arguments import check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
 from lockstep.extensions.loggers import recipe_digest
-from lockstep.integers import check_integer
 from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
@@ -95,7 +95,7 @@ class RunRecord(Extension):
         on_cpu = all(device.type == "cpu" for device in updater.devices)
         self._every = self.every or (1 if on_cpu else EVERY_ON_ACCELERATORS)
         own = {"host": socket.gethostname(), "devices": [_device_name(each) for each in updater.devices]}
-        ranks = _gather(trainer, own)
+        ranks = updater.communicator.exchange_json(own)
         self._recipe = updater.recipe_fields()
         if trainer.is_main:
             resumption = trainer.resumption
@@ -140,7 +140,7 @@ class RunRecord(Extension):
         if self._clock is None or not isinstance(updater, ParallelUpdater):
             return
         times = self._times or self._clock.zero
-        ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
+        ranks = updater.communicator.exchange_json({"seconds": times.seconds, "devices": times.device_seconds})
         if self._writes:
             interval = {
                 "update": updater.iteration,
@@ -197,12 +197,6 @@ class RunRecord(Extension):
 
 def _line(kind: str, values: Mapping[str, Any]) -> bytes:
     return json.dumps({kind: values}).encode() + b"\n"
-
-
-def _gather(trainer: Trainer, own: Mapping[str, Any]) -> list[Any]:
-    """Return the values of all ranks. Every rank must call this."""
-    communicator = trainer.updater.communicator
-    return [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
 
 
 def _device_name(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from lockstep.replicas.batch.inputs import (
     named_inputs as named_inputs,
     number_positions as number_positions,
     positional_names as positional_names,
-    positive_dim as positive_dim,
+    positive_dims as positive_dims,
     read_inputs as read_inputs,
 )
 from lockstep.replicas.batch.outputs import (

@@ -123,10 +123,7 @@ def read_inputs(
     for path, tensor in found:
         paths.append(path)
         tensors.append(tensor)
-    dims = dims_by_path(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
-    for index, dim in enumerate(dims):
-        if dim is not None:
-            dims[index] = positive_dim(paths[index], tensors[index], dim)
+    dims = positive_dims(batch_dim, paths, tensors, "batch_dim", absent=absent)
     num_samples = count_samples(paths, tensors, dims, argument)
     wants_gradient = list(map(wanted, paths, tensors))
     return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, wants_gradient, num_samples)
@@ -297,6 +294,33 @@ def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
         shape = tuple(tensor.shape)
         raise ValueError(f"`{path}` must have a dimension {dim} to count samples by, got shape {shape}.")
     return dim % tensor.dim()
+
+
+def positive_dims(
+    dims: BatchDim,
+    paths: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    argument: str,
+    *,
+    absent: Collection[str] = (),
+) -> list[int | None]:
+    """Return for each tensor the dimension that counts samples, counted from the first one, or None.
+
+    Args:
+        dims: The dimension of all tensors, or those of some by name.
+        paths: The paths of the tensors.
+        tensors: The tensors.
+        argument: The name of `dims` in error messages.
+        absent: Paths that `dims` may name although they are those of no tensor.
+
+    Raises:
+        ValueError: If a tensor lacks its dimension, or `dims` names one that does not exist.
+    """
+    found = dims_by_path(dims, [*paths, *absent], argument)[: len(paths)]
+    for index, dim in enumerate(found):
+        if dim is not None:
+            found[index] = positive_dim(paths[index], tensors[index], dim)
+    return found
 
 
 def count_samples(

@@ -146,20 +146,14 @@ def read_outputs(results: Sequence[ShardForward], num_samples: int, output_dim: 
         raise TypeError(f"`model` must return at least one tensor, got a {type(results[0].returned).__name__}.")
     names = [path for path, _ in found]
     dims = dims_by_path(output_dim, names, "output_dim")
-    for index, (path, tensor) in enumerate(found):
-        dims[index] = _output_dim(path, tensor, dims[index])
+    for index, ((path, tensor), given) in enumerate(zip(found, dims, strict=True)):
+        # One value for all samples has no dimension that counts them.
+        dim = None if given is None or tensor.dim() == 0 else positive_dim(path, tensor, given)
+        dims[index] = dim if dim is not None and tensor.shape[dim] else None
     outputs = Outputs(names, dims, list(results), num_samples)
     for each in results:
         _check_samples(outputs, each)
     return outputs
-
-
-def _output_dim(path: str, tensor: torch.Tensor, given: int | None) -> int | None:
-    """Return the dimension that counts samples, or None if an output has none or is one value for all samples."""
-    if given is None or tensor.dim() == 0:
-        return None
-    dim = positive_dim(path, tensor, given)
-    return dim if tensor.shape[dim] else None
 
 
 def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:

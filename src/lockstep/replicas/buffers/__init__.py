@@ -4,14 +4,15 @@ from lockstep.replicas.buffers.buffer_refs import (
     BufferRef as BufferRef,
     BufferRule as BufferRule,
     BufferRules as BufferRules,
-    all_buffer_refs as all_buffer_refs,
     buffer_refs as buffer_refs,
+    check_no_computed_buffers as check_no_computed_buffers,
+    check_no_trained_buffers as check_no_trained_buffers,
     check_rules as check_rules,
+    trained_buffers as trained_buffers,
 )
 from lockstep.replicas.buffers.buffer_sums import (
     EXTREMES as EXTREMES,
     BufferSum as BufferSum,
-    as_bits as as_bits,
     as_real as as_real,
     combine_buffers as combine_buffers,
     merged_firsts as merged_firsts,
@@ -22,9 +23,4 @@ from lockstep.replicas.buffers.replica_buffers import (
     is_averaged_silently as is_averaged_silently,
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
-)
-from lockstep.replicas.buffers.trained_buffers import (
-    check_no_computed_buffers as check_no_computed_buffers,
-    check_no_trained_buffers as check_no_trained_buffers,
-    trained_buffers as trained_buffers,
 )

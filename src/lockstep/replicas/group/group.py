@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from lockstep.arguments import check_integer
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
+from lockstep.metrics import Metric
 from lockstep.plan import Shard
 from lockstep.replicas.batch import (
     NO_GRADIENTS,
@@ -32,18 +33,6 @@ from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes import Backward, Forward, ForwardBackward, shards_of_batch
 from lockstep.replicas.pool import REQUIRES_GRAD, CallSigint, Devices, ReplicaSet, Timeout
 from lockstep.tree import Tensors
-
-
-class Updatable(Protocol):
-    """A metric of this library, of torchmetrics, or any other with an `update` method for outputs and targets."""
-
-    def update(self, output: Any, target: Any, /) -> Any:
-        """Add outputs and targets to the metric.
-
-        Args:
-            output: The outputs of the model.
-            target: The labels.
-        """
 
 
 def metric_inputs(
@@ -354,7 +343,7 @@ class ReplicaGroup(ReplicaSet):
             raise OrderError("Gradients of inputs must follow a backward.")
         return self._input_gradients.merged() if merge else self._input_gradients.by_device(self.devices)
 
-    def update_metric(self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0) -> None:
+    def update_metric(self, metric: Metric, labels: Any, *, per_device: bool = False, pad: int = 0) -> None:
         """Update a metric with the outputs of the last forward: ``metric.update(outputs, labels)``.
 
         Args:

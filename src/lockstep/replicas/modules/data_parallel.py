@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from lockstep.arguments import check_integer
 from lockstep.elsewhere import DATA_PARALLEL, names_ours
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.replicas.batch import (
     BatchDim,
     DimNest,
@@ -157,9 +157,7 @@ class BackwardBridge:
         totals = backward.total(keep=False) or [None] * len(self.parameters)
         inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.input_gradients)
         return inputs.merged() + [
-            gradient
-            if gradient is None or (gradient.dtype == parameter.dtype and gradient.device == parameter.device)
-            else gradient.to(parameter)
+            None if gradient is None else gradient.to(parameter)
             for gradient, parameter in zip(totals, self.parameters, strict=True)
         ]
 

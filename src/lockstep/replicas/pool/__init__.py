@@ -10,8 +10,8 @@ from lockstep.replicas.pool.copies import (
     refuse_wrapped as refuse_wrapped,
 )
 from lockstep.replicas.pool.deterministic import (
-    CUBLAS_VALUES as CUBLAS_VALUES,
     cure_of as cure_of,
+    missing_settings as missing_settings,
     use_deterministic_kernels as use_deterministic_kernels,
 )
 from lockstep.replicas.pool.devices import (

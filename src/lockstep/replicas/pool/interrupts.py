@@ -118,7 +118,5 @@ class InterruptibleSection:
     def __enter__(self) -> None:
         self._switch(opened=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._switch(opened=False)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -172,9 +171,7 @@ class ReplicaSet:
     def __enter__(self) -> ReplicaSet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -143,9 +143,7 @@ class OneIntraOpThread:
         if self._threads != 1:
             torch.set_num_threads(1)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._threads != 1:
             torch.set_num_threads(self._threads)
 

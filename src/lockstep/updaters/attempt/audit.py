@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import warnings
@@ -14,10 +13,10 @@ from zlib import crc32
 
 import torch
 
+from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError
-from lockstep.integers import check_integer
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, is_averaged_silently
 from lockstep.updaters.detectors import moved
@@ -36,7 +35,7 @@ Seals: TypeAlias = "tuple[float | None, ...]"
 Compute: TypeAlias = "Callable[[int], Seals | None]"
 """Computes the shard on a device of this process, and returns its checksums; None if it was left out."""
 
-Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+Exchange: TypeAlias = Callable[[Any], list[Any]]
 """Sends a message to every rank, and returns the messages of all."""
 
 EXTENDED: Final = 3
@@ -180,8 +179,7 @@ class Audit:
         """Return the checksums that one of the ranks has."""
         if exchange is None:
             return own
-        found = [json.loads(each) for each in exchange(json.dumps(own).encode())]
-        return next((tuple(each) for each in found if each is not None), None)
+        return next((tuple(each) for each in exchange(own) if each is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +288,7 @@ class Auditor:
     def __init__(self, every: int | None, on_fault: OnFault, seed: int) -> None:
         if every is not None:
             check_integer("audit_every", every, minimum=0)
-        if on_fault not in get_args(OnFault):
-            raise ValueError(f"`on_fault` must be 'raise' or 'repeat', got {on_fault!r}.")
+        check_choice("on_fault", on_fault, get_args(OnFault))
         self._every, self._on_fault, self._seed = every, on_fault, seed
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False

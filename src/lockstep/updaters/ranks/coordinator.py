@@ -6,7 +6,6 @@ same point, where the training state has not changed yet, instead of waiting for
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -261,7 +260,6 @@ def _check_positions(positions: Sequence[Position], batches: Sequence[Described]
         return
     # Every rank has the same positions, so all of them exchange their descriptions, or none does.
     if found.names[0] in {"batch sizes", BATCHES}:
-        described = [json.loads(each) for each in communicator.exchange(json.dumps(batches).encode())]
-        raise find_other_batches(positions, found.names[0], described)
+        raise find_other_batches(positions, found.names[0], communicator.exchange_json(batches))
     remedy = "Run the same code with the same batches on every rank."
     raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))

@@ -151,7 +151,7 @@ class RankReduction:
         # All ranks have the same reports, so that all of them compute the shard and the sums again or none does.
         if not reports or len(audited) < len(reports):
             audit = None
-        is_refuted = audit is not None and refuted(audited, self._communicator.exchange)
+        is_refuted = audit is not None and refuted(audited, self._communicator.exchange_json)
         attempt.complete = plain_reports is not None and not is_refuted
         if attempt.complete:
             self._add_up(attempt, reports, audit)
@@ -192,11 +192,14 @@ class RankReduction:
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""
-        rows = [[each.shard, each.batch, _range_args(each.samples), each.loss, each.parameter] for each in found]
+        ranges = [(each.samples.start, each.samples.stop, each.samples.step) for each in found]
+        own = [
+            [each.shard, each.batch, part, each.loss, each.parameter] for each, part in zip(found, ranges, strict=True)
+        ]
         return [
             NonFiniteShard(shard, batch, range(*samples), loss, parameter)
-            for message in self._communicator.exchange(json.dumps(rows).encode())
-            for shard, batch, samples, loss, parameter in json.loads(message)
+            for rows in self._communicator.exchange_json(own)
+            for shard, batch, samples, loss, parameter in rows
         ]
 
 
@@ -227,8 +230,7 @@ def join_ranks(
         return None
     # A compressed sum depends on where shards are cut, so its shards must not move.
     own = [list(workloads), movable and communicator.exact, measure, machine_name()]
-    messages = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
-    all_workloads, all_movable, all_measure, machines = zip(*messages, strict=True)
+    all_workloads, all_movable, all_measure, machines = zip(*communicator.exchange_json(own), strict=True)
     for rank, each in enumerate(all_measure):
         if each != all_measure[0]:
             raise ValueError(
@@ -251,7 +253,3 @@ def machine_name() -> str:
     # Namespaces reach each other over a network, so the limits for networks apply between them.
     namespace = Path("/proc/self/ns/net")
     return f"{name}, {namespace.readlink()}" if namespace.is_symlink() else name
-
-
-def _range_args(samples: range) -> tuple[int, int, int]:
-    return samples.start, samples.stop, samples.step

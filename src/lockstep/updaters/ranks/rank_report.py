@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 import torch
 
 from lockstep.communicators import Contribution
 from lockstep.updaters.result import ShardReport
+
+SUMS: Final = ("gradients", "buffers")
+"""The fields that describe sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,9 @@ class RankReport:
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
             loss = _encode_number(report.loss.reshape(()))
             shards.append([report.shard, report.weight, loss, metrics, report.has_own_weight])
-        return {
-            "shards": shards,
-            "buffer_weight": self.buffer_weight,
-            "gradients": _encode_contribution(self.gradients),
-            "buffers": _encode_contribution(self.buffers),
-            "changed_weights": self.changed_weights,
-            "firsts": self.firsts,
-            "speeds": self.speeds,
-            "audited": self.audited,
-        }
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        sums = {name: _encode_contribution(plain[name]) for name in SUMS}
+        return {**plain, **sums, "shards": shards}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RankReport:
@@ -71,16 +67,8 @@ class RankReport:
                 metrics[name] = (_decode_number(total), _decode_number(share))
             value = torch.as_tensor(_decode_number(loss))
             shards.append(ShardReport(shard, weight, value, metrics, has_own_weight))
-        return cls(
-            shards,
-            plain["buffer_weight"],
-            _decode_contribution(plain["gradients"]),
-            _decode_contribution(plain["buffers"]),
-            plain["changed_weights"],
-            plain["firsts"],
-            plain["speeds"],
-            plain["audited"],
-        )
+        sums = {name: _decode_contribution(plain[name]) for name in SUMS}
+        return cls(**{**plain, **sums, "shards": shards})
 
 
 def _encode_number(value: SupportsFloat) -> Any:

@@ -23,7 +23,6 @@ from lockstep.updaters.setup.names import (
     Names as Names,
     by_name as by_name,
     iterators_by_name as iterators_by_name,
-    look_up as look_up,
     named_schedulers as named_schedulers,
 )
 from lockstep.updaters.setup.networks import (
@@ -35,6 +34,5 @@ from lockstep.updaters.setup.networks import (
 from lockstep.updaters.setup.recipe import (
     OnOverflow as OnOverflow,
     Recipe as Recipe,
-    check_choice as check_choice,
     check_functions as check_functions,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_integer
 
 Accumulation: TypeAlias = "int | Mapping[int, int] | Callable[[int], int]"
 """The number of batches of one update; or a mapping from the epoch at which a number begins to hold, to the number; or

@@ -22,10 +22,9 @@ from lockstep.replicas import (
     BatchDim,
     count_samples,
     dims_by_name,
-    dims_by_path,
     longest_name,
     named_inputs,
-    positive_dim,
+    positive_dims,
 )
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_generators, stream_seed
@@ -188,21 +187,16 @@ def _dims(batch: Any, batch_dim: BatchDim) -> tuple[list[str], list[torch.Tensor
     args, kwargs = call_arguments(batch)
     named = list(named_inputs(args, kwargs, list(map(str, range(len(args))))))
     names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+    lists: list[str] = []
     if isinstance(batch_dim, Mapping):
-        lists: list[str] = []
-
+        # Lists beside tensors have names, too.
         def note(name: str, _: Any) -> bool:
             lists.append(name)
             return False
 
         nest.cut_values(batch, range(0), note)
-        dims = dims_by_path(_by_name(batch_dim), [*names, *lists], "batch_dim")[: len(names)]
-    else:
-        dims = [batch_dim] * len(names)
-    for index, dim in enumerate(dims):
-        if dim is not None:
-            dims[index] = positive_dim(names[index], tensors[index], dim)
-    return names, tensors, dims
+        batch_dim = _by_name(batch_dim)
+    return names, tensors, positive_dims(batch_dim, names, tensors, "batch_dim", absent=lists)
 
 
 def _by_name(batch_dim: Mapping[Any, Any]) -> dict[str, Any]:

@@ -91,21 +91,6 @@ def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]
     return iterators
 
 
-def look_up(name: str, named: Mapping[str, T]) -> T:
-    """Return the object of a name.
-
-    Args:
-        name: The name to look up.
-        named: The objects by name.
-
-    Raises:
-        KeyError: If no object has this name; the message lists the names.
-    """
-    if name not in named:
-        raise KeyError(f"`name` must be one of {sorted(named)}, got {name!r}.")
-    return named[name]
-
-
 def named_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Return schedulers by name: a single one as "main", those of a sequence by their positions.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from lockstep.integers import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.loss import BatchLoss, LossFunction, supervised, takes
@@ -140,18 +140,3 @@ def check_functions(*, converter: object = None, loss_fn: object = None, step_fn
                 f"`{name}` must be called as {name}({arguments}), got {kind}, which does not take these two. Pass "
                 f"lambda {arguments}: ... that calls it."
             )
-
-
-def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
-    """Check that an option is one of the allowed strings.
-
-    Args:
-        name: The name of the option in errors.
-        choice: The given value.
-        choices: The allowed values.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if choice not in choices:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")

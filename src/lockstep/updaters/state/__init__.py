@@ -5,7 +5,6 @@ from lockstep.updaters.state.carried import (
     Carried as Carried,
     CarriedAttempt as CarriedAttempt,
     CarriedValues as CarriedValues,
-    ShardValues as ShardValues,
 )
 from lockstep.updaters.state.checkpoint import (
     live_state_of as live_state_of,
@@ -20,9 +19,5 @@ from lockstep.updaters.state.recipe_fields import (
     recipe_fields as recipe_fields,
 )
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state
-from lockstep.updaters.state.sharding import (
-    ShardedState as ShardedState,
-    SharedOutState as SharedOutState,
-    moving as moving,
-)
+from lockstep.updaters.state.sharding import ShardedState as ShardedState, moving as moving
 from lockstep.updaters.state.training import TrainingState as TrainingState

@@ -11,7 +11,7 @@ import torch
 from lockstep import nest
 from lockstep.errors import StateError
 from lockstep.precision import to_device
-from lockstep.replicas import BatchDim, check_dims, count_samples, dims_by_path, positive_dim
+from lockstep.replicas import BatchDim, check_dims, count_samples, positive_dims
 
 ShardValues: TypeAlias = "dict[range, list[torch.Tensor]]"
 """The values that shards have returned, by the samples of the shard."""
@@ -66,12 +66,8 @@ class CarriedValues:
     def __init__(self, carried: Carried, device: torch.device) -> None:
         named = nest.named_tensors(carried.initial, "carried")
         self.names = [name for name, _ in named]
-        dims = dims_by_path(carried.dim, self.names, "dim")
         tensors = [tensor for _, tensor in named]
-        self.dims = [
-            None if dim is None else positive_dim(name, tensor, dim)
-            for name, tensor, dim in zip(self.names, tensors, dims, strict=True)
-        ]
+        self.dims = positive_dims(carried.dim, self.names, tensors, "dim")
         if None in self.dims:
             name = self.names[self.dims.index(None)]
             raise ValueError(f"`dim` of Carried must be a number for every tensor, got None for `{name}`.")

@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.arguments import look_up
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, to_device
 from lockstep.replicas import ReplicaSet
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.arguments import check_choice
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
@@ -25,7 +26,7 @@ from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
 from lockstep.updaters.loss import BatchLoss
-from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
+from lockstep.updaters.setup import NetworkSet, Recipe
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
 

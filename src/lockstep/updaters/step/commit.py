@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, methodcaller
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.errors import collect_error
 from lockstep.precision import ChangesOnlyGradients
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
@@ -40,6 +41,8 @@ from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
+COUNTS_EPOCHS: Final = ("new_epoch", "use_auto_new_epoch")
+"""The method and the attribute of an optimizer that counts epochs, as those of lockstep do."""
 WATCHED_UPDATES: Final = 3
 """The number of updates after each of which steps of optimizers are noticed, so that this costs nothing later."""
 
@@ -199,7 +202,7 @@ class Committer:
         self.stream = StepStream(engine.replicas.devices[0], recipe.seed, engine.first_stream, lambda: engine.is_first)
         self.own_steps = OwnSteps()
         optimizers = training.optimizers.values() if recipe.auto_new_epoch else ()
-        self._counting = [each for each in optimizers if isinstance(each, CountsEpochs)]
+        self._counting: list[Any] = [each for each in optimizers if all(map(partial(hasattr, each), COUNTS_EPOCHS))]
         for optimizer in self._counting:
             optimizer.use_auto_new_epoch = True
 
@@ -507,30 +510,3 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
     """Raise the first of several exceptions, if there is one."""
     for error in errors:
         raise error
-
-
-@runtime_checkable
-class CountsEpochs(Protocol):
-    """An optimizer that counts epochs, as those of lockstep do.
-
-    Attributes:
-        use_auto_new_epoch: Set by an updater that calls `new_epoch`, so that no other caller does.
-    """
-
-    use_auto_new_epoch: bool
-
-    def new_epoch(self, auto: bool = False) -> None:
-        """Count an epoch.
-
-        Args:
-            auto: Whether an updater is calling.
-        """
-
-
-def collect_error(call: Callable[[], object]) -> list[BaseException]:
-    """Call a function of the user; return what it raised, if anything, so that the caller can raise it later."""
-    try:
-        call()
-    except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
-        return [error]
-    return []

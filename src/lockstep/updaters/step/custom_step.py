@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.arguments import look_up
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
@@ -17,7 +18,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -326,7 +327,9 @@ class CustomStep:
             StopIteration: If the iterator has ended.
             KeyError: If there is no iterator of this name.
         """
-        state = self._running()
+        state = self.state
+        if state is None:
+            raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
         # `peek` does not move the iterator, so an update that fails has consumed nothing.
         batch = look_up(name, self._training.iterators).peek(state.consumed[name])
         state.consumed[name] += 1
@@ -337,11 +340,6 @@ class CustomStep:
         """Describe a batch that was taken from an iterator, if there are other ranks to compare it with."""
         if self._parts.communicator.size > 1 and self.state is not None:
             self.state.described.append(describe_batch(batch, name, self._training.iteration))
-
-    def _running(self) -> CustomStepState:
-        if self.state is None:
-            raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
-        return self.state
 
 
 class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error

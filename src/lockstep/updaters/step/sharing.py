@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -171,7 +170,7 @@ class _Turn:
         """Send an error to every rank, or that there is none, and return what all ranks have sent."""
         self._owes_message = False
         own = {} if error is None else describe_error(error, phase="optimizer")
-        return [json.loads(each) for each in self._communicator.exchange(json.dumps(own).encode())]
+        return self._communicator.exchange_json(own)
 
 
 class WholeStep:

@@ -1,10 +1,15 @@
-"""Check arguments that must be whole numbers, or True or False.
+"""Check arguments that must be whole numbers, True or False, or one of some names.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -47,3 +52,40 @@ def check_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
+    """Return the object of a name.
+
+    Args:
+        name: The name to look up.
+        named: The objects by name.
+        argument: The argument that holds the name, for the error.
+
+    Raises:
+        KeyError: If no object has this name; the message lists the names.
+    """
+    if name not in named:
+        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
+    return named[name]
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Check that an argument is one of some texts.
+
+    >>> check_choice("split", "random", ("contiguous", "strided"))
+    Traceback (most recent call last):
+    ValueError: `split` must be 'contiguous' or 'strided', got 'random'.
+
+    Args:
+        name: The name of the argument in error messages.
+        value: The value to check.
+        choices: The texts that are allowed.
+
+    Raises:
+        ValueError: If the value is none of them.
+    """
+    if value not in choices:
+        *others, last = map(repr, choices)
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"`{name}` must be {listed}, got {value!r}.")

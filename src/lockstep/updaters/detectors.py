@@ -1,0 +1,382 @@
+"""Find what functions refer to outside of the model, tensors and random generators, without running code of classes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dis import get_instructions
+from functools import partial
+from inspect import getattr_static
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.digest import checksum
+from lockstep.errors import DeterminismWarning, RandomStreamWarning
+from lockstep.updaters.loss import BatchLoss, Supervised
+from lockstep.updaters.setup import NamedLoss
+
+T = TypeVar("T")
+
+MOST_TRIES: Final = 100
+"""The number of times that a container is read which other threads change meanwhile."""
+
+
+def listed(read: Callable[[], Iterable[T]]) -> list[T]:
+    """Return what a container holds, or nothing if other threads change it whenever it is read.
+
+    Args:
+        read: Returns a new iterable over the container.
+    """
+    for _ in range(MOST_TRIES):
+        # Raised if the size has changed in the meantime.
+        with suppress(RuntimeError):
+            return list(read())
+    return []
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those that have no place in its dict, but no properties.
+
+    Args:
+        value: The object.
+    """
+    found: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        for name, member in vars(base).items():
+            # A member without a value is no attribute.
+            with suppress(AttributeError):
+                if type(member) is MemberDescriptorType and name != "__dict__":
+                    found[name] = member.__get__(value)
+    held = getattr_static(value, "__dict__", None)
+    if type(held) in (GetSetDescriptorType, MemberDescriptorType):
+        own = held.__get__(value)
+        found.update(listed(lambda: dict.items(own)) if isinstance(own, dict) else ())
+    return found
+
+
+def references(value: Any) -> list[object]:
+    """Return the objects that a function, a method, a partial or a callable object refers to directly.
+
+    Args:
+        value: The function or object.
+    """
+    if type(value) is partial:
+        return [*references(value.func), *value.args, *value.keywords.values()]
+    if type(value) is MethodType:
+        return [*references(value.__func__), *attributes(value.__self__).values()]
+    if type(value) is FunctionType:
+        return [each for _, each in of_function(value)]
+    return [*attributes(value).values()]
+
+
+def defining_modules(values: Iterable[object]) -> list[str]:
+    """Return the names of the modules that define functions, the classes of other objects, and what both refer to.
+
+    Args:
+        values: The functions and objects.
+    """
+    held = [found for each in values for found in (each, *references(each))]
+    # Compared by type, so that no code of the user runs.
+    return list(dict.fromkeys((each if type(each) is FunctionType else type(each)).__module__ for each in held))
+
+
+def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a function's closure, of its defaults, and of the global variables that it names.
+
+    Args:
+        function: The function, of which functions inside of it are a part.
+
+    Yields:
+        Names of variables and their values. Variables without a value are left out.
+    """
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # A variable that has no value yet has an empty cell.
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+    for name in dict.fromkeys(names_in(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    arguments, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names in the code of a function and of the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from names_in(constant)
+
+
+def compares_objects(code: CodeType) -> bool:
+    """Return whether code, or that of a function inside of it, compares two objects by ``is`` or ``in``.
+
+    A comparison with a constant, as in ``x is None`` or ``"aux" in outputs``, does not count.
+
+    Args:
+        code: The code of a function.
+    """
+    before: list[str] = []
+    for instruction in get_instructions(code):
+        if instruction.opname in ("IS_OP", "CONTAINS_OP") and not any("CONST" in each for each in before[-2:]):
+            return True
+        before.append(instruction.opname)
+    return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
+
+
+def generator_states(functions: Iterable[object], models: Iterable[nn.Module] = ()) -> dict[str, object]:
+    """Return the states of generators by name: Python's, that of NumPy if it is imported, and torch's.
+
+    Args:
+        functions: Functions and objects, whose own generators count as well, if they refer to them directly.
+        models: The models, of which the generators in attributes count as well.
+    """
+    held = [each for function in functions for each in references(function)]
+    held += [value for model in models for each in model.modules() for value in vars(each).values()]
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # The array of the state is the generator's copy, and arrays do not compare as one value.
+        found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    found["a `torch.Generator` of your own"] = [
+        each.get_state().tolist() for each in held if type(each) is torch.Generator
+    ]
+    return found
+
+
+def moved(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """List the names of states that have changed.
+
+    >>> moved({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
+    ['b']
+    """
+    return [name for name, state in before.items() if name in after and after[name] != state]
+
+
+class StepDraws:
+    """Warns once if an optimizer or a hook draws from a generator whose state is not saved."""
+
+    def __init__(self) -> None:
+        self.has_warned = False
+        """Whether the warning has been given."""
+
+    @contextmanager
+    def watching(self, functions: Iterable[object]) -> Iterator[None]:
+        """Warn if a generator has moved at the end.
+
+        Args:
+            functions: The optimizers and hooks that are called.
+        """
+        before = generator_states(functions)
+        yield
+        names = moved(before, generator_states(functions))
+        if names:
+            self.has_warned = True
+            warnings.warn(
+                f"The optimizer or a hook drew from {' and '.join(names)} in its step. A saved state does not hold the "
+                "generator, so that a resumed run would draw other numbers. Draw from torch instead, without "
+                "`generator=`: its random stream belongs to the update. Or create a generator in the step, seeded from "
+                "torch: random.Random(torch.randint(2**31, ()).item()).",
+                RandomStreamWarning,
+                stacklevel=2,
+            )
+
+
+MOST_LEVELS: Final = 3
+"""The number of objects at most on the way from the loss function, which is the first, to a tensor or a module."""
+
+MOST_OBJECTS: Final = 10_000
+"""The number of objects that are looked at most, so that a large data structure costs little time."""
+
+LOSSES: Final = (Supervised, BatchLoss, NamedLoss)
+"""Loss functions of this library that call functions of yours."""
+
+SEQUENCES: Final = (list, tuple, deque)
+OF_MODULES: Final = frozenset(vars(nn.Module()))
+"""The attributes of every module, among them those with parameters, buffers and hooks."""
+
+PLAIN: Final = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""The types of tensors that are looked at; another type may run code of yours, or have no values yet."""
+
+
+def states(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, object]:
+    """Return the states by name of what may move while shards are computed: generators, and tensors beside the model.
+
+    Args:
+        loss_fn: The loss function.
+        models: The model and its replicas.
+    """
+    tensors = outside_tensors(loss_fn, models)
+    return generator_states([loss_fn], models) | {
+        f"`{name}`": checksum(each)
+        for name, each in tensors.items()
+        # A tensor whose memory was freed has no values.
+        if not each.is_meta and (each.layout is not torch.strided or each.untyped_storage().nbytes())
+    }
+
+
+def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the floating-point tensors that a loss function refers to, by name, such as ``"criterion.center"``.
+
+    No code of yours is run to find them.
+
+    Args:
+        loss_fn: The loss function.
+        models: The model and its replicas, of which nothing is looked at.
+    """
+    return _Search(loss_fn, models).values
+
+
+class _Search:
+    """Looks for tensors outside of models."""
+
+    def __init__(self, loss_fn: Any, models: Iterable[nn.Module]) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self._seen: set[int] = set()
+        for model in models:
+            self._seen.update(id(each) for each in (*model.modules(), *model.parameters(), *model.buffers()))
+        self._most = len(self._seen) + MOST_OBJECTS
+        self._loss_fn = loss_fn
+        self._visit(type(loss_fn).__name__, loss_fn, MOST_LEVELS)
+
+    def _visit(self, path: str, value: Any, levels: int) -> None:
+        """Record a tensor, or those that an object refers to.
+
+        Types are compared instead of calling isinstance, which asks a proxy for its class and so runs its code.
+        """
+        kind = type(value)
+        if kind in PLAIN:
+            self._record(path, value)
+        elif id(value) in self._seen or len(self._seen) >= self._most:
+            return
+        elif issubclass(kind, nn.Module):
+            self._seen.add(id(value))
+            self._visit_module(path, value, levels)
+        elif kind in LOSSES:
+            for name, each in attributes(value).items():
+                self._visit(name, each, levels)
+        elif (
+            levels > 0
+            and not issubclass(kind, type | ModuleType)
+            and (value is self._loss_fn or not _is_of_library(value))
+        ):
+            self._seen.add(id(value))
+            for name, each in _parts(path, value):
+                self._visit(name, each, levels - 1)
+
+    def _visit_module(self, path: str, module: nn.Module, levels: int) -> None:
+        """Record the parameters, buffers and attributes of a module and of its submodules."""
+        own = attributes(module)
+        for registry in ("_parameters", "_buffers"):
+            for name, tensor in listed(own.get(registry, {}).items):
+                if type(tensor) in PLAIN:
+                    self._record(f"{path}.{name}", tensor)
+        for name, submodule in listed(own.get("_modules", {}).items):
+            self._visit(f"{path}.{name}", submodule, levels)
+        for name, value in own.items():
+            if name not in OF_MODULES:
+                self._visit(f"{path}.{name}", value, levels - 1)
+
+    def _record(self, path: str, tensor: Any) -> None:
+        """Record a floating-point tensor. Counters and single elements are left out."""
+        if id(tensor) not in self._seen and tensor.is_floating_point() and not tensor.is_nested and tensor.numel() > 1:
+            self._seen.add(id(tensor))
+            self.values.setdefault(path, tensor)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Check whether a function, or a base of an object's class, was defined in PyTorch or in this package."""
+    owners = [value] if type(value) is FunctionType else type(value).__mro__
+    return any(str(owner.__module__).split(".")[0] in ("torch", "lockstep") for owner in owners)
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function, a container or any other object refers to directly, with names."""
+    kind = type(value)
+    if kind is FunctionType:
+        yield from of_function(value)
+    elif kind is MethodType:
+        yield type(value.__self__).__name__, value.__self__
+        yield from _parts(path, value.__func__)
+    elif kind is partial:
+        yield path, value.func
+        yield from ((f"args[{index}]", each) for index, each in enumerate(value.args))
+        yield from value.keywords.items()
+    elif issubclass(kind, dict):
+        for index, (key, each) in enumerate(listed(lambda: dict.items(value))):
+            yield f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[{index}]", each
+    elif issubclass(kind, SEQUENCES):
+        base = next(each for each in SEQUENCES if issubclass(kind, each))
+        yield from ((f"{path}[{index}]", each) for index, each in enumerate(listed(lambda: base.__iter__(value))))
+    else:
+        yield from ((f"{path}.{name}", each) for name, each in attributes(value).items())
+        call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
+        if type(call) is FunctionType:
+            yield path, call
+
+
+LIBRARIES: Final = ("torch.", "lockstep.")
+"""Beginnings of the modules of optimizers that are known to be repeatable."""
+
+MOST_ELEMENTS: Final = 2**24
+"""The number of elements of an optimizer above which it is not copied."""
+
+
+def warn_of_steps(functions: Iterable[object]) -> None:
+    """Step copies of optimizers that are not PyTorch's or lockstep's, and warn if two copies differ.
+
+    Hooks are left out, and so is an optimizer that is too large, or that cannot be copied and stepped alone.
+
+    Args:
+        functions: What steps next: optimizers, and hooks, which are not looked at. Gradients are set.
+    """
+    for optimizer in functions:
+        if not isinstance(optimizer, Optimizer) or type(optimizer).__module__.startswith(LIBRARIES):
+            continue
+        before, found = generator_states([optimizer]), list[list[int]]()
+        # It may hold what cannot be copied, or need more than its parameters and their gradients.
+        with suppress(Exception):
+            found = [_stepped(optimizer), _stepped(optimizer)]
+        # Of generators that have moved another warning tells.
+        if len(found) == 0 or found[0] == found[1] or generator_states([optimizer]) != before:
+            continue
+        warnings.warn(
+            f"The step of {type(optimizer).__name__} has another result when it is made twice from the same weights, "
+            "gradients and state: a clock, a counter or a generator of its own decides. Ranks would train on to other "
+            "weights, and a resumed run as well. Derive the value from optimizer.state, from a parameter group or from "
+            "torch's random numbers.",
+            DeterminismWarning,
+            stacklevel=2,
+        )
+
+
+def _stepped(optimizer: Optimizer) -> list[int]:
+    """Return checksums of what a step would make of the parameters, and leave all as it was; none if they are large."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if sum(each.numel() for each in parameters) > MOST_ELEMENTS:
+        return []
+    memo: dict[int, Any] = {}
+    # A scheduler has wrapped `step` of the object.
+    held = {name: each for name, each in vars(optimizer).items() if name != "step"}
+    copied: Any = object.__new__(type(optimizer))
+    vars(copied).update(
+        {name: OrderedDict() if name.endswith("_hooks") else deepcopy(each, memo) for name, each in held.items()}
+    )
+    for each in parameters:
+        memo[id(each)].grad = None if each.grad is None else each.grad.clone()
+    step: Any = type(optimizer).step
+    with torch.random.fork_rng():
+        # Below the wrapper that calls the hooks of all optimizers.
+        getattr(step, "__wrapped__", step)(copied)
+    return [checksum(memo[id(each)].detach()) for each in parameters]
