@@ -62,6 +62,7 @@ from tests.support.mistakes import (
 )
 
 hooks = ls.optim.hooks
+WAVES = [(wave, index % 2) for index, wave in enumerate(torch.zeros(12, 16))]
 Row = tuple[str, Callable[[], object], tuple[str, ...]]
 
 
@@ -147,6 +148,17 @@ LOSSES = [
 
 ONE_ARGUMENT = "cannot be called with two arguments"
 SAMPLES = [
+    row(
+        "collate_fn=list",
+        lambda: train(iterator=torch_data.DataLoader(WAVES, 6, collate_fn=list), loss_fn=lambda *_: None),
+        "got a list of 6 tuples, which look like single samples",
+        "lockstep.IterableBatches(source, batches_of='samples')",
+    ),
+    row(
+        "list of dicts",
+        lambda: train(iterator=[[{"x": x, "y": 1} for x in X]] * 2, loss_fn=lambda *_: None),
+        "got a list of 12 dicts, which look like single samples",
+    ),
     row("no targets", lambda: train(iterator=batches(WithoutTargets())), *PAIRS),
     row("a tensor", lambda: train(iterator=batches(X)), *PAIRS),
     row("one tensor", lambda: train(iterator=batches(torch_data.TensorDataset(X))), *PAIRS),

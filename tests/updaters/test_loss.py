@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,6 +99,15 @@ def test_a_loss_of_another_model_than_the_one_given_is_refused(num_devices: int)
         with pytest.raises(ValueError, match="must compute its loss with the model that it is given"):
             updater.update()
         assert (updater.iteration, ls.digest(model)) == (0, before)
+
+
+@pytest.mark.parametrize("weight", [np.int64(3), np.float32(3), np.array(3)])
+def test_a_weight_may_be_a_number_of_numpy(weight: Any) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss(mean_of_output(model, x), weight=weight)
+
+    with updater_of(nn.Linear(2, 1), X, loss_fn=loss_fn, num_shards=4) as updater:
+        assert updater.update().weight == 12
 
 
 def test_a_batch_of_weight_zero_is_not_mistaken_for_it() -> None:

@@ -378,7 +378,8 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = loss.weight
-    if weight is not None and not isinstance(weight, torch.Tensor | float | int):
+    # A tensor has `__float__` too; text has not.
+    if weight is not None and not hasattr(weight, "__float__"):
         raise TypeError(
             f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
             "name: Loss(value, metrics={...})."

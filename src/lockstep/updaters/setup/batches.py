@@ -101,6 +101,8 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
     if type(batch) is Samples:
         size = len(batch.indices)
     else:
+        if type(batch) is list:
+            check_no_samples(batch)
         try:
             size = nest.rows(batch) if batch_dim == 0 else count_samples(*_dims(batch, batch_dim))
         except ValueError as error:
@@ -108,6 +110,25 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
     if size == 0:
         raise ValueError("`batch` must hold at least one sample, got none.")
     return size
+
+
+def check_no_samples(batch: Sequence[Any]) -> None:
+    """Check that a list is not one of samples, as ``collate_fn=list`` leaves it, whose tensors would be cut inside.
+
+    Args:
+        batch: The list. Other collate functions return lists of tensors, and nest them in lists.
+
+    Raises:
+        ValueError: If it holds tuples, or dicts with numbers or texts, which belong to one sample each.
+    """
+    kinds = {*map(type, batch)}
+    plain = kinds == {dict} and any(isinstance(each, int | float | str) for each in batch[0].values())
+    if len(batch) > 1 and (kinds == {tuple} or plain):
+        raise ValueError(
+            f"`batch` must hold tensors of all its samples, got a list of {len(batch)} {kinds.pop().__name__}s, which "
+            "look like single samples. Pass lockstep.IterableBatches(source, batches_of='samples'); or, if each entry "
+            "belongs to all samples, a tuple instead of the list."
+        )
 
 
 class ListRule:
