@@ -127,8 +127,7 @@ def _check_tensors_copied(model: nn.Module, copied: nn.Module, memo: dict[int, A
     if differing:
         raise TypeError(
             f"`model` must pass the memo of `__deepcopy__` on to copy.deepcopy, got a {type(model).__name__} whose "
-            f"copy has another {differing[0]!r}. Instead of a TorchScript module, pass the module that it was created "
-            "from."
+            f"copy has another {differing[0]!r}."
         )
 
 
@@ -408,6 +407,24 @@ def _contents_of(value: Any) -> Any:
 def _shallow_copy(container: Any) -> Any:
     """Copy a container without its contents, as a built-in type, whose comparison runs none of its owner's code."""
     return next(kind(container) for kind in (dict, list, set) if isinstance(container, kind))
+
+
+def refuse_scripted(model: nn.Module, argument: str) -> None:
+    """Refuse a TorchScript module, or a model that holds one, because its copies cannot share memory.
+
+    Args:
+        model: The model.
+        argument: The name of the argument for the error message.
+
+    Raises:
+        TypeError: There is such a module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"`{argument}` must hold no TorchScript modules, whose copies cannot share memory, got a "
+                f"{type(module).__name__}{f' at {path!r}' if path else ''}. Pass the module that it was created from."
+            )
 
 
 _FSDP: Final = "torch.distributed.fsdp"

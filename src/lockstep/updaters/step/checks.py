@@ -21,7 +21,7 @@ from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_scripted
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
@@ -52,13 +52,14 @@ def check_fit(
         custom_step: Whether a step function defines the update.
 
     Raises:
-        TypeError: If `carried` has another type than `Carried`.
+        TypeError: If `carried` has another type than `Carried`, or a network holds a TorchScript module.
         ValueError: If something else does not fit.
     """
     clipping_norms(recipe.clip_grad_norm, optimizers)
     check_carried(carried, recipe, custom_step=custom_step)
     check_closures(recipe, optimizers)
     check_ownership(optimizers, networks.modules)
+    refuse_scripted(networks.module, "model")
     check_no_trained_buffers(networks.module)
     recipe.precision_policy.check_model(networks.module)
     for optimizer in optimizers.values():
