@@ -36,16 +36,7 @@ from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes import Forward, ForwardBackward
-from lockstep.replicas.pool import (
-    CHECKPOINT,
-    Devices,
-    ReplicaSet,
-    Timeout,
-    identity,
-    module_of_hooks,
-    parse_device,
-    refuse_scripted,
-)
+from lockstep.replicas.pool import CHECKPOINT, Devices, ReplicaSet, Timeout, identity, module_of_hooks, parse_device
 from lockstep.tree import Tensors
 
 PATH_START: Final = re.compile(r"[^\[.]*")
@@ -306,7 +297,6 @@ class DataParallel(ModuleWrapper):
         timeout: Timeout = "auto",
     ) -> None:
         super().__init__(module)
-        refuse_scripted(module, "module")
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
         if use_nccl and not flatten_parameters:

@@ -7,7 +7,6 @@ from lockstep.replicas.pool.copies import (
     copy_model as copy_model,
     held_tensors as held_tensors,
     hidden_parameters as hidden_parameters,
-    refuse_scripted as refuse_scripted,
     refuse_wrapped as refuse_wrapped,
 )
 from lockstep.replicas.pool.deterministic import (

@@ -466,32 +466,14 @@ def _shallow_copy(container: Any) -> Any:
     return next(kind(container) for kind in (dict, list, set) if isinstance(container, kind))
 
 
-def refuse_scripted(model: nn.Module, argument: str) -> None:
-    """Refuse a TorchScript module, or a model that holds one, because its copies cannot share memory.
-
-    Args:
-        model: The model.
-        argument: The name of the argument for the error message.
-
-    Raises:
-        TypeError: There is such a module.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"`{argument}` must hold no TorchScript modules, whose copies cannot share memory, got a "
-                f"{type(module).__name__}{f' at {path!r}' if path else ''}. Pass the module that it was created from."
-            )
-
-
 _FSDP: Final = "torch.distributed.fsdp"
 
 _INSIDE: Final = "give the module inside of it, `model.module`"
 _UNSHARDED: Final = "give the model as it was before FSDP sharded it"
 
 
-def refuse_wrapped(model: nn.Module, argument: str) -> None:
-    """Refuse a model that is, or holds, a module that computes on several devices or processes by itself.
+def refuse_wrapped(model: nn.Module, argument: str, *, copied: bool = True) -> None:
+    """Refuse a model that is, or holds, a module that computes on several devices by itself, or TorchScript to copy.
 
     Such a module would sum its gradients over the ranks during backward, shard by shard, or hang where ranks have
     different numbers of shards. So would the batch statistics of a `torch.nn.SyncBatchNorm`.
@@ -499,10 +481,11 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
     Args:
         model: The model.
         argument: The name of the argument for the error message.
+        copied: Whether the model will be copied, so that a TorchScript module is refused.
 
     Raises:
-        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, a module sharded by FSDP, or a
-            `torch.nn.SyncBatchNorm`.
+        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, a module sharded by FSDP, a
+            `torch.nn.SyncBatchNorm`, or a TorchScript module.
     """
     kinds: list[tuple[type, str, str]] = [
         (DistributedDataParallel, "DistributedDataParallel", _INSIDE),
@@ -517,6 +500,11 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
         ]
     for path, module in model.named_modules():
         where = f" at {path!r}" if path else ""
+        if copied and isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"`{argument}` must hold no TorchScript modules, whose copies cannot share memory, got a "
+                f"{type(module).__name__}{where}. Pass the module that it was created from."
+            )
         if isinstance(module, nn.SyncBatchNorm):
             raise TypeError(
                 f"`{argument}` must not exchange batch statistics between processes, got a SyncBatchNorm{where}. Use "

@@ -17,13 +17,7 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import (
-    ModelChangeDetector,
-    copy_model,
-    hidden_parameters,
-    refuse_scripted,
-    refuse_wrapped,
-)
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters, refuse_wrapped
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.progress import DeviceProgress
@@ -137,7 +131,6 @@ class ReplicaSet:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
         refuse_wrapped(model, "model")
-        refuse_scripted(model, "model")
         self.model = model
         self.devices = parse_devices(devices)
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)

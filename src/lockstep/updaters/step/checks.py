@@ -21,14 +21,7 @@ from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import (
-    BufferRef,
-    check_buffers,
-    check_leaves,
-    check_no_lookups,
-    check_no_trained_buffers,
-    refuse_scripted,
-)
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references, values_read
@@ -59,14 +52,14 @@ def check_fit(
         custom_step: Whether a step function defines the update.
 
     Raises:
-        TypeError: If `carried` has another type than `Carried`, or a network holds a TorchScript module.
+        TypeError: If `carried` has another type than `Carried`, or a network cannot be copied.
         ValueError: If something else does not fit.
     """
     clipping_norms(recipe.clip_grad_norm, optimizers)
     check_carried(carried, recipe, custom_step=custom_step)
     check_closures(recipe, optimizers)
     check_ownership(optimizers, networks.modules)
-    refuse_scripted(networks.module, "model")
+    refuse_wrapped(networks.module, "model")
     check_no_trained_buffers(networks.module)
     recipe.precision_policy.check_model(networks.module)
     for optimizer in optimizers.values():
@@ -309,7 +302,7 @@ def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Modu
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     check_lookups(loss_fn, model)
-    check_no_original_buffers(loss_fn, prepared.buffer_refs, attempt)
+    check_no_original_buffers(loss_fn, prepared, attempt)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
@@ -359,12 +352,12 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
     check_no_lookups(containers, model, "loss_fn")
 
 
-def check_no_original_buffers(loss_fn: Any, refs: Iterable[BufferRef], attempt: Attempt) -> None:
+def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: Attempt) -> None:
     """Check that a loss function, and functions that it calls, read no buffers of the original that shards change.
 
     Args:
         loss_fn: The loss function.
-        refs: The buffers of the original model.
+        prepared: The model as it was run.
         attempt: The attempt, whose shards are computed.
 
     Raises:
@@ -376,7 +369,7 @@ def check_no_original_buffers(loss_fn: Any, refs: Iterable[BufferRef], attempt: 
         if type(code := getattr(function, "__func__", function)) is FunctionType
         for value in values_read(code, getattr(function, "__self__", None))
     }
-    for index, ref in enumerate(refs):
+    for index, ref in enumerate(prepared.buffer_refs):
         start = ref.get()
         if start is None or id(start) not in read:
             continue
