@@ -73,6 +73,112 @@ def test_a_step_function_is_told_too_and_other_optimizers_keep_their_gradients()
     assert models["a"].weight.grad is not None
 
 
+# Buffers of the model itself --------------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """Changes one of its buffers and the statistics, and leaves the other buffer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.norm(self.body(x))
+        self.center = 0.5 * self.center + output.detach().mean(0) + 0.25
+        return output
+
+
+class Task:
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def by_method(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - self.net.norm.running_mean.clone()).square().mean()
+
+    def __call__(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - self.net.center).square().mean()
+
+    def by_name(self, model: Any, x: torch.Tensor) -> torch.Tensor:
+        assert self.net.training
+        return (model(x) * self.net.scale - model.center).square().mean()
+
+
+OUTER: Any = Centered()
+
+
+def by_global(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - OUTER.center).square().mean()
+
+
+def by_closure(net: Any) -> Callable[..., torch.Tensor]:
+    return lambda model, x: (model(x) - net.center).square().mean()
+
+
+def by_helper(net: Any) -> Callable[..., torch.Tensor]:
+    def error(output: torch.Tensor) -> torch.Tensor:
+        return sum(part.mean() for part in map(lambda each: (each - net.center).square(), output))  # noqa: C417
+
+    return lambda model, x: error(model(x)) / len(x)
+
+
+def by_tensor(net: Any) -> Callable[..., torch.Tensor]:
+    mean = net.norm.running_mean
+    return lambda model, x: (model(x) - mean).square().mean()
+
+
+def by_the_same_name(net: Any) -> Callable[..., torch.Tensor]:
+    """Names the original model like the replica, and reads nothing of it."""
+
+    def loss(OUTER: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: N803 - as the global variable
+        difference = lambda: OUTER(x) - OUTER.center  # noqa: E731 - the function inside reads the argument
+        return difference().square().mean() * net.scale.mean()
+
+    return loss
+
+
+STALE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "method": (lambda net: Task(net).by_method, "norm.running_mean"),
+    "object": (Task, "center"),
+    "global": (lambda _: by_global, "center"),
+    "closure": (by_closure, "center"),
+    "helper": (by_helper, "center"),
+    "tensor": (by_tensor, "norm.running_mean"),
+    "whole batch": (
+        lambda net: ls.BatchLoss(lambda model, x: model(x) - net.center, lambda each: each.std()),
+        "center",
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("case", STALE)
+def test_a_loss_that_reads_changed_buffers_of_the_original_is_refused(
+    case: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_of, name = STALE[case]
+    model = Centered()
+    monkeypatch.setitem(globals(), "OUTER", model)
+    with updater_of(model, X, devices=devices, num_shards=1, loss_fn=loss_of(model)) as updater:
+        before = ls.digest(updater.state_dict())
+        with pytest.raises(
+            ValueError, match=rf"must read the buffers of the model that it is given.* {name!r} of your"
+        ):
+            updater.update()
+        assert ls.digest(updater.state_dict()) == before
+
+
+@pytest.mark.parametrize("loss_of", [lambda net: Task(net).by_name, by_the_same_name])
+def test_a_loss_that_reads_other_buffers_is_left_alone(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Centered()
+    monkeypatch.setitem(globals(), "OUTER", model)
+    with updater_of(model, X, num_shards=2, loss_fn=loss_of(model)) as updater:
+        assert updater.update().applied
+
+
 # Tensors that are trained beside the model ------------------------------------------------------------
 
 

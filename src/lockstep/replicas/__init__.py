@@ -70,6 +70,7 @@ from lockstep.replicas.pool import (
     inherited as inherited,
     missing_settings as missing_settings,
     parse_devices as parse_devices,
+    refuse_wrapped as refuse_wrapped,
     usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,
 )

@@ -83,6 +83,24 @@ def test_batch_normalization_over_processes_is_refused_by_name(inside: bool) -> 
             use()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 2))])
+def test_torchscript_is_refused_by_name(make: Callable[[nn.Module], nn.Module], inside: bool) -> None:
+    model = make(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval())
+    model, where = (nn.Sequential(nn.ReLU(), model), " at '1'") if inside else (model, "")
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("model", lambda: ls.ReplicaGroup(model, devices=["cpu"])),
+        ("module", lambda: ls.DataParallel(model, devices=["cpu"])),
+        ("model", lambda: updater_of(model)),
+    ]
+    for argument, use in uses:
+        rule = rf"`{argument}` must hold no TorchScript modules, .* got a \w+{where}\. Pass the module that it was"
+        with pytest.raises(TypeError, match=rule):
+            use()
+    assert ls.OnDevice(model, "cpu")(torch.zeros(2, 2)).shape == (2, 3)
+
+
 def updater_of(model: nn.Module) -> ls.ParallelUpdater:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.randn(2), torch.randn(3)) for _ in range(8)]

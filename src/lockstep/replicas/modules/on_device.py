@@ -39,7 +39,7 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be a torch.nn.Module, got a {type(module).__name__}.")
-        refuse_wrapped(module, "module")
+        refuse_wrapped(module, "module", copied=not isinstance(self, OnDevice))
         self.module = module
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap
         self.register_load_state_dict_post_hook(_run_inner_hooks)  # type: ignore[no-untyped-call]  # torch's gap

@@ -51,10 +51,11 @@ def copy_model(
 ) -> nn.Module:
     """Copy a model to a device, sharing the memory of the parameters that live there.
 
-    Parameters, modules and buffers that are tied in the model are tied in the copy. The parameters of modules that the
-    model holds without registering them, as in a list, share memory as well. A hook that is an object outside of the
-    model, a method of such an object, or a `functools.partial` that holds one, keeps that object. A weight that
-    `torch.nn.utils.prune`, `weight_norm` or `spectral_norm` computes before each forward is copied without its graph.
+    Parameters, modules and buffers that are tied in the model are tied in the copy, and tensors in attributes that are
+    views of a parameter or buffer are views of its copy. The parameters of modules that the model holds without
+    registering them, as in a list, share memory as well. A hook that is an object outside of the model, a method of
+    such an object, or a `functools.partial` that holds one, keeps that object. A weight that `torch.nn.utils.prune`,
+    `weight_norm` or `spectral_norm` computes before each forward is copied without its graph.
 
     Args:
         model: The model to copy. It is not modified.
@@ -64,7 +65,8 @@ def copy_model(
         memo: Receives the copies by the ``id`` of the originals.
 
     Raises:
-        ValueError: If a parameter has no shape yet, forward writes to a parameter, or the model holds an ``id`` of one.
+        ValueError: If a parameter has no shape yet, forward writes to a parameter, the model holds an ``id`` of one, or
+            a tensor in an attribute shares memory with a parameter or buffer that no copy could share.
         TypeError: If the model contains something that cannot be copied, or its copy has tensors of other origin.
     """
     _check_forward_writes_no_parameter(model)
@@ -89,6 +91,8 @@ def copy_model(
         own = buffer.detach().to(buffer.device if buffer.is_meta else device, copy=True)
         own.__dict__.update(buffer.__dict__)
         memo[id(buffer)] = own
+    hidden = [("a parameter of an unregistered module", each) for each in held.parameters]
+    _copy_views(held.tensors, [*_named_tensors(model), *hidden], memo)
     # `copy.deepcopy` refuses tensors that have a graph.
     for module, _, name in _computed_weights(model):
         weight = vars(module)[name]
@@ -110,6 +114,59 @@ def copy_model(
     return copied
 
 
+def _copy_views(
+    tensors: Iterable[torch.Tensor], known: Iterable[tuple[str, torch.Tensor]], memo: dict[int, Any]
+) -> None:
+    """Store in a memo the copies of tensors that share memory with parameters or buffers, so that they follow those.
+
+    Args:
+        tensors: Tensors in attributes.
+        known: The parameters and buffers with their names, whose copies are in the memo.
+        memo: The memo of the deepcopy.
+
+    Raises:
+        ValueError: If a tensor cannot be laid over the copy of the one whose memory it uses.
+    """
+    owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, owner in known:
+        owners.setdefault(_memory_of(owner), []).append((name, owner))
+    for each in tensors:
+        # Tensors of other classes may run code of yours, and those that have a graph are refused.
+        found = owners.get(_memory_of(each), []) if type(each) is torch.Tensor and each.grad_fn is None else []
+        views = [_laid_over(each, owner, memo[id(owner)]) for _, owner in found if _memory_of(each)]
+        view = next((view for view in views if view is not None), None)
+        if view is not None:
+            memo[id(each)] = view.requires_grad_(each.requires_grad)
+        elif views:
+            raise ValueError(
+                "`model` must hold only views that lie within one of its parameters or buffers and have its dtype, got "
+                f"a tensor of shape {tuple(each.shape)} and {each.dtype} in an attribute, which shares memory with "
+                f"{found[0][0]!r}. Compute it in forward, or clone it if it is not to follow the values."
+            )
+
+
+def _laid_over(view: torch.Tensor, owner: torch.Tensor, copied: torch.Tensor) -> torch.Tensor | None:
+    """Return for a view of a tensor's memory the same view of its copy; None if there is none."""
+    if _memory_of(copied) == _memory_of(owner) or copied.is_meta:
+        return view.detach().to(copied.device)
+    first, end = view.storage_offset() - owner.storage_offset(), _extent(owner)
+    alike = view.dtype == owner.dtype and view.is_conj() == owner.is_conj() and view.is_neg() == owner.is_neg()
+    if not alike or copied.stride() != owner.stride() or first < 0 or first + _extent(view) > end:
+        return None
+    return copied.detach().as_strided(view.size(), view.stride(), copied.storage_offset() + first)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of, or 0 if it has none of its own."""
+    # Other layouts have several parts, and wrappers of other tensors a storage that cannot be asked.
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.data_ptr() else 0
+
+
 def _check_tensors_copied(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Check that a copy has exactly the tensors that were created for it, because updates reach no others.
 
@@ -127,8 +184,7 @@ def _check_tensors_copied(model: nn.Module, copied: nn.Module, memo: dict[int, A
     if differing:
         raise TypeError(
             f"`model` must pass the memo of `__deepcopy__` on to copy.deepcopy, got a {type(model).__name__} whose "
-            f"copy has another {differing[0]!r}. Instead of a TorchScript module, pass the module that it was created "
-            "from."
+            f"copy has another {differing[0]!r}."
         )
 
 
@@ -416,8 +472,8 @@ _INSIDE: Final = "give the module inside of it, `model.module`"
 _UNSHARDED: Final = "give the model as it was before FSDP sharded it"
 
 
-def refuse_wrapped(model: nn.Module, argument: str) -> None:
-    """Refuse a model that is, or holds, a module that computes on several devices or processes by itself.
+def refuse_wrapped(model: nn.Module, argument: str, *, copied: bool = True) -> None:
+    """Refuse a model that is, or holds, a module that computes on several devices by itself, or TorchScript to copy.
 
     Such a module would sum its gradients over the ranks during backward, shard by shard, or hang where ranks have
     different numbers of shards. So would the batch statistics of a `torch.nn.SyncBatchNorm`.
@@ -425,10 +481,11 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
     Args:
         model: The model.
         argument: The name of the argument for the error message.
+        copied: Whether the model will be copied, so that a TorchScript module is refused.
 
     Raises:
-        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, a module sharded by FSDP, or a
-            `torch.nn.SyncBatchNorm`.
+        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, a module sharded by FSDP, a
+            `torch.nn.SyncBatchNorm`, or a TorchScript module.
     """
     kinds: list[tuple[type, str, str]] = [
         (DistributedDataParallel, "DistributedDataParallel", _INSIDE),
@@ -443,6 +500,11 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
         ]
     for path, module in model.named_modules():
         where = f" at {path!r}" if path else ""
+        if copied and isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"`{argument}` must hold no TorchScript modules, whose copies cannot share memory, got a "
+                f"{type(module).__name__}{where}. Pass the module that it was created from."
+            )
         if isinstance(module, nn.SyncBatchNorm):
             raise TypeError(
                 f"`{argument}` must not exchange batch statistics between processes, got a SyncBatchNorm{where}. Use "

@@ -21,10 +21,10 @@ from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
-from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
+from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references, values_read
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup import NetworkSet, Recipe
 from lockstep.updaters.state import Carried
@@ -52,13 +52,14 @@ def check_fit(
         custom_step: Whether a step function defines the update.
 
     Raises:
-        TypeError: If `carried` has another type than `Carried`.
+        TypeError: If `carried` has another type than `Carried`, or a network cannot be copied.
         ValueError: If something else does not fit.
     """
     clipping_norms(recipe.clip_grad_norm, optimizers)
     check_carried(carried, recipe, custom_step=custom_step)
     check_closures(recipe, optimizers)
     check_ownership(optimizers, networks.modules)
+    refuse_wrapped(networks.module, "model")
     check_no_trained_buffers(networks.module)
     recipe.precision_policy.check_model(networks.module)
     for optimizer in optimizers.values():
@@ -301,6 +302,7 @@ def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Modu
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     check_lookups(loss_fn, model)
+    check_no_original_buffers(loss_fn, prepared, attempt)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
@@ -339,16 +341,8 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
         ValueError: If one of them refers to a container by which it could, or compares objects by ``is`` or ``in`` and
             refers to a parameter or module of the original model.
     """
-    kinds = (FunctionType, MethodType, partial, *LOSSES)
-    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
     containers: list[Any] = []
-    for function in functions:
-        found = references(function.__func__ if type(function) is MethodType else function)
-        if type(function) is MethodType and type(function.__func__) is FunctionType:
-            own = attributes(function.__self__)
-            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
-        new = [each for each in found if type(each) in kinds and each not in functions]
-        functions += new[: MOST_FUNCTIONS - len(functions)]
+    for function, found in _called(loss_fn):
         containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
         compared = getattr(function, "__func__", function)
         if type(compared) is FunctionType and compares_objects(compared.__code__):
@@ -356,6 +350,52 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
             containers.append([id(each) for each in found])
             containers += [[id(each) for each in held] for held in found if isinstance(held, list | tuple)]
     check_no_lookups(containers, model, "loss_fn")
+
+
+def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: Attempt) -> None:
+    """Check that a loss function, and functions that it calls, read no buffers of the original that shards change.
+
+    Args:
+        loss_fn: The loss function.
+        prepared: The model as it was run.
+        attempt: The attempt, whose shards are computed.
+
+    Raises:
+        ValueError: If one of them does, because only replicas have what the forward has just left there.
+    """
+    read = {
+        id(value)
+        for function, _ in _called(loss_fn)
+        if type(code := getattr(function, "__func__", function)) is FunctionType
+        for value in values_read(code, getattr(function, "__self__", None))
+    }
+    for index, ref in enumerate(prepared.buffer_refs):
+        start = ref.get()
+        if start is None or id(start) not in read:
+            continue
+        sums = [task.buffer_sum.resolve() for task in attempt.device_tasks]
+        # What a shard leaves that has no other is taken as it is where the host does not compare it.
+        left = [each.firsts[index] for each in sums if each.weights[index]]
+        if not all(each is not None and torch.equal(each.cpu(), start.cpu()) for each in left):
+            raise ValueError(
+                "`loss_fn` must read the buffers of the model that it is given, which is a replica, got one that reads "
+                f"{ref.path!r} of your original model, which has the value of the last update until this one is "
+                "applied. Read it from the argument of `loss_fn`, or return it from forward."
+            )
+
+
+def _called(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:
+    """Yield a loss function and the functions that it calls, each with what it refers to."""
+    kinds = (FunctionType, MethodType, partial, *LOSSES)
+    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
+    for function in functions:
+        found = references(function.__func__ if type(function) is MethodType else function)
+        if type(function) is MethodType and type(function.__func__) is FunctionType:
+            own = attributes(function.__self__)
+            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
+        new = [each for each in found if type(each) in kinds and each not in functions]
+        functions += new[: MOST_FUNCTIONS - len(functions)]
+        yield function, found
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
