@@ -35,6 +35,7 @@ from tests.support.mistakes import (
     file_for_a_folder,
     loss_of_batch,
     loss_of_outer_model,
+    loss_that_scales,
     loss_that_steps,
     loss_with_backward,
     ls,
@@ -106,6 +107,12 @@ LOSSES = [
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
     row("outer model", loss_of_outer_model, "must compute its loss with the model that it is given"),
+    row(
+        "GradScaler",
+        lambda: train(loss_fn=loss_that_scales(torch.amp.GradScaler("cpu"))),
+        "refers to an enabled GradScaler",
+        "Leave it out, and pass loss_scale=lockstep.DynamicLossScale(2.0**16)",
+    ),
     row("step inside", loss_that_steps, "SGD.step() is called although update() steps", "Leave the call out"),
     row(
         "metric without weight",
@@ -604,6 +611,7 @@ def test_every_mistake_is_another_one() -> None:
         lambda: batches(X),
         lambda: train(3, devices=["cpu", "cpu"]),
         lambda: train(3, num_shards=6),
+        lambda: train(loss_fn=loss_that_scales(torch.amp.GradScaler("cpu", enabled=False))),
         lambda: ls.digest(["text"]),
     ],
 )

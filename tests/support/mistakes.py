@@ -91,6 +91,10 @@ def loss_of_batch(model: Any, batch: Any) -> Any:
     return ce(model(batch[0]), batch[1])
 
 
+def loss_that_scales(scaler: Any) -> Any:
+    return lambda model, x, y: scaler.scale(ce(model(x), y))
+
+
 def loss_of_outer_model() -> None:
     model = net()
     train(model=model, loss_fn=lambda _, x, y: ce(model(x), y))

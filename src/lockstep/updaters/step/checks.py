@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -329,7 +330,7 @@ def check_no_counts(model: nn.Module) -> None:
 
 
 def check_lookups(loss_fn: Any, model: nn.Module) -> None:
-    """Check that a loss function, and functions that it calls, look up no parameters or modules by identity.
+    """Check that a loss function, and functions that it calls, look up nothing by identity, and do not scale the loss.
 
     Args:
         loss_fn: The loss function.
@@ -337,7 +338,7 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
 
     Raises:
         ValueError: If one of them refers to a container by which it could, or compares objects by ``is`` or ``in`` and
-            refers to a parameter or module of the original model.
+            refers to a parameter or module of the original model, or if one refers to a `GradScaler`.
     """
     kinds = (FunctionType, MethodType, partial, *LOSSES)
     functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
@@ -350,6 +351,12 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
         new = [each for each in found if type(each) in kinds and each not in functions]
         functions += new[: MOST_FUNCTIONS - len(functions)]
         containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+        scalers: list[Any] = [each for each in found if issubclass(type(each), GradScaler)]
+        if any(each.is_enabled() for each in scalers):
+            raise ValueError(
+                "`loss_fn` must not scale its loss, which multiplies the gradient and the reported loss, got one that "
+                "refers to an enabled GradScaler. Leave it out, and pass loss_scale=lockstep.DynamicLossScale(2.0**16)."
+            )
         compared = getattr(function, "__func__", function)
         if type(compared) is FunctionType and compares_objects(compared.__code__):
             # As numbers, which no list holds by chance, because a list by itself may be read by position.
