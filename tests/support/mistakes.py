@@ -143,6 +143,22 @@ def own_optimizer_step() -> None:
         optimizer.step()
 
 
+class StepByLoss(SGD):
+    def step(self, loss: Any) -> None:  # type: ignore[override]  # noqa: ARG002 - on purpose
+        super().step()
+
+
+class StepByClosure(SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]  # on purpose
+        self.param_groups[0]["lr"] = 0.1 * float(closure())
+        super().step()
+
+
+def step_by(kind: Any, **options: Any) -> None:
+    model = net()
+    train(model=model, optimizer=kind(model.parameters()), **options)
+
+
 def own_step_after_compute_gradients() -> None:
     model = net()
     optimizer = sgd(model)

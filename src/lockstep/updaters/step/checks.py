@@ -21,7 +21,7 @@ from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
+from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
@@ -66,7 +66,15 @@ def check_fit(
         check_dense(optimizer, has_masters=recipe.precision_policy.held_dtype is not None)
     if custom_step:
         recipe.check_custom_step()
-    elif recipe.loss_fn is None and networks.several:
+        return
+    for name, optimizer in optimizers.items():
+        for argument in required_by_step(optimizer):
+            raise ValueError(
+                f"`optimizer` must have a step without arguments, or with a closure, got {type(optimizer).__name__} "
+                f"({name!r}), whose step requires {argument!r}. Define step(self, closure), where loss = closure() "
+                "computes the gradients, too, or pass a step function that calls it, as `step_fn`."
+            )
+    if recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
 
 
