@@ -37,6 +37,7 @@ from tests.support.mistakes import (
     file_for_a_folder,
     loss_of_batch,
     loss_of_outer_model,
+    loss_that_changes_options,
     loss_that_scales,
     loss_that_steps,
     loss_with_backward,
@@ -110,6 +111,18 @@ LOSSES = [
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
     row("outer model", loss_of_outer_model, "must compute its loss with the model that it is given"),
+    row(
+        "rate inside",
+        lambda: loss_that_changes_options(scheduled=False),
+        "'lr' of group 0 of optimizer 'main' changed from 0.1 to 0.13310000000000002",
+        "Change it between updates",
+    ),
+    row(
+        "scheduler inside",
+        lambda: loss_that_changes_options(scheduled=True),
+        "'last_epoch' of StepLR changed from 0 to 3",
+        "or pass the scheduler as `scheduler`",
+    ),
     row(
         "GradScaler",
         lambda: train(loss_fn=loss_that_scales(torch.amp.GradScaler("cpu"))),

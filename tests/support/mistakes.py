@@ -111,6 +111,22 @@ def loss_that_steps() -> None:
     train(2, model=model, optimizer=optimizer, loss_fn=loss_fn, num_shards=1)
 
 
+def loss_that_changes_options(*, scheduled: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, 100)
+
+    def by_hand(replica: Any, x: Any, y: Any) -> Any:
+        optimizer.param_groups[0]["lr"] *= 1.1
+        return ce(replica(x), y)
+
+    def by_scheduler(replica: Any, x: Any, y: Any) -> Any:
+        scheduler.step()
+        return ce(replica(x), y)
+
+    train(model=model, optimizer=optimizer, loss_fn=by_scheduler if scheduled else by_hand)
+
+
 class WithoutTargets(torch_data.Dataset[Any]):
     def __len__(self) -> int:
         return 12

@@ -15,6 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.arguments import check_choice
 from lockstep.communicators import Communicator
@@ -295,20 +296,48 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
             )
 
 
-def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Module) -> None:
+def options_of(optimizers: Mapping[str, Optimizer], loss_fn: Any) -> dict[str, str]:
+    """Return the numbers that optimizers step by, and the positions of schedulers that a loss function refers to.
+
+    Args:
+        optimizers: The optimizers by name.
+        loss_fn: The loss function.
+    """
+    found = {
+        f"{option!r} of group {index} of optimizer {name!r}": repr(value.tolist() if torch.is_tensor(value) else value)
+        for name, optimizer in optimizers.items()
+        for index, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if isinstance(value, int | float | tuple | torch.Tensor)
+    }
+    schedulers = [each for each in references(loss_fn) if issubclass(type(each), LRScheduler)]
+    return found | {f"'last_epoch' of {type(each).__name__}": str(vars(each).get("last_epoch")) for each in schedulers}
+
+
+def check_first_shards(
+    attempt: Attempt, prepared: PreparedModel, model: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> None:
     """Check what the shards of one of the first updates have used and changed, before they are summed.
 
     Args:
         attempt: The attempt, whose shards are computed.
         prepared: The model as it was run.
         model: The original model.
+        optimizers: The optimizers by name.
 
     Raises:
-        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit, or if a
-            gradient of several shards would not be that of the batch.
+        ValueError: If a loss function uses what the replicas do not have, or changes options of optimizers, or the rule
+            of a buffer does not fit, or if a gradient of several shards would not be that of the batch.
     """
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
+    for name, value in options_of(optimizers, loss_fn).items():
+        if value != context.options.get(name, value):
+            raise ValueError(
+                "`loss_fn` must not change what optimizers step by, because it is called once for each shard, and once "
+                f"more in an audit, got {name} changed from {context.options[name]} to {value}. Change it between "
+                "updates, or pass the scheduler as `scheduler`."
+            )
     check_lookups(loss_fn, model)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
