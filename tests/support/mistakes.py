@@ -91,6 +91,10 @@ def loss_of_batch(model: Any, batch: Any) -> Any:
     return ce(model(batch[0]), batch[1])
 
 
+def loss_that_scales(scaler: Any) -> Any:
+    return lambda model, x, y: scaler.scale(ce(model(x), y))
+
+
 def loss_of_outer_model() -> None:
     model = net()
     train(model=model, loss_fn=lambda _, x, y: ce(model(x), y))
@@ -105,6 +109,22 @@ def loss_that_steps() -> None:
         return ce(replica(x), y)
 
     train(2, model=model, optimizer=optimizer, loss_fn=loss_fn, num_shards=1)
+
+
+def loss_that_changes_options(*, scheduled: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    scheduler = StepLR(optimizer, 100)
+
+    def by_hand(replica: Any, x: Any, y: Any) -> Any:
+        optimizer.param_groups[0]["lr"] *= 1.1
+        return ce(replica(x), y)
+
+    def by_scheduler(replica: Any, x: Any, y: Any) -> Any:
+        scheduler.step()
+        return ce(replica(x), y)
+
+    train(model=model, optimizer=optimizer, loss_fn=by_scheduler if scheduled else by_hand)
 
 
 class WithoutTargets(torch_data.Dataset[Any]):
@@ -137,6 +157,22 @@ def own_optimizer_step() -> None:
     for _ in range(2):
         updater.update()
         optimizer.step()
+
+
+class StepByLoss(SGD):
+    def step(self, loss: Any) -> None:  # type: ignore[override]  # noqa: ARG002 - on purpose
+        super().step()
+
+
+class StepByClosure(SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]  # on purpose
+        self.param_groups[0]["lr"] = 0.1 * float(closure())
+        super().step()
+
+
+def step_by(kind: Any, **options: Any) -> None:
+    model = net()
+    train(model=model, optimizer=kind(model.parameters()), **options)
 
 
 def own_step_after_compute_gradients() -> None:

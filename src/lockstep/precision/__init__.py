@@ -18,6 +18,7 @@ from lockstep.precision.policy import (
     Precision as Precision,
     asks_for_closure as asks_for_closure,
     parse_precision as parse_precision,
+    required_by_step as required_by_step,
 )
 from lockstep.precision.scaler import (
     ChangesOnlyGradients as ChangesOnlyGradients,

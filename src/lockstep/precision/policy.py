@@ -455,5 +455,15 @@ def asks_for_closure(optimizer: Optimizer) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    return "closure" in required_by_step(optimizer)
+
+
+def required_by_step(optimizer: Optimizer) -> list[str]:
+    """Return the names of the arguments without a default of an optimizer's step.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    arguments = [*inspect.signature(type(optimizer).step).parameters.values()][1:]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [each.name for each in arguments if each.default is each.empty and each.kind not in variadic]

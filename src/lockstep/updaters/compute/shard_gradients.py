@@ -62,6 +62,7 @@ class GradientContext:
         merges: Whether large gradients are added to the sums of earlier shards during backward.
         inspected: The only shard of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
+        options: The options of the optimizers before the shards run, by name, in the first updates.
     """
 
     loss_fn: LossFunction
@@ -84,6 +85,16 @@ class GradientContext:
     early_send: EarlySend | None = field(default=None, init=False)
     has_tensor_weights: bool = field(default=False, init=False)
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
+    options: Mapping[str, str] = field(init=False)
+
+    def begin_first(self, options: Mapping[str, str], *, reads_buffers: bool) -> None:
+        """Check more, because this is one of the first updates.
+
+        Args:
+            options: The options of the optimizers, by name.
+            reads_buffers: Whether buffers are compared even where the host has to wait for a device.
+        """
+        self.is_first, self.reads_buffers, self.foreign_leaves, self.options = True, reads_buffers, [], options
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.

@@ -12,15 +12,17 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.arguments import check_choice
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
+from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
@@ -66,7 +68,15 @@ def check_fit(
         check_dense(optimizer, has_masters=recipe.precision_policy.held_dtype is not None)
     if custom_step:
         recipe.check_custom_step()
-    elif recipe.loss_fn is None and networks.several:
+        return
+    for name, optimizer in optimizers.items():
+        for argument in required_by_step(optimizer):
+            raise ValueError(
+                f"`optimizer` must have a step without arguments, or with a closure, got {type(optimizer).__name__} "
+                f"({name!r}), whose step requires {argument!r}. Define step(self, closure), where loss = closure() "
+                "computes the gradients, too, or pass a step function that calls it, as `step_fn`."
+            )
+    if recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
 
 
@@ -287,20 +297,48 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
             )
 
 
-def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Module) -> None:
+def options_of(optimizers: Mapping[str, Optimizer], loss_fn: Any) -> dict[str, str]:
+    """Return the numbers that optimizers step by, and the positions of schedulers that a loss function refers to.
+
+    Args:
+        optimizers: The optimizers by name.
+        loss_fn: The loss function.
+    """
+    found = {
+        f"{option!r} of group {index} of optimizer {name!r}": repr(value.tolist() if torch.is_tensor(value) else value)
+        for name, optimizer in optimizers.items()
+        for index, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if isinstance(value, int | float | tuple | torch.Tensor)
+    }
+    schedulers = [each for each in references(loss_fn) if issubclass(type(each), LRScheduler)]
+    return found | {f"'last_epoch' of {type(each).__name__}": str(vars(each).get("last_epoch")) for each in schedulers}
+
+
+def check_first_shards(
+    attempt: Attempt, prepared: PreparedModel, model: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> None:
     """Check what the shards of one of the first updates have used and changed, before they are summed.
 
     Args:
         attempt: The attempt, whose shards are computed.
         prepared: The model as it was run.
         model: The original model.
+        optimizers: The optimizers by name.
 
     Raises:
-        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit, or if a
-            gradient of several shards would not be that of the batch.
+        ValueError: If a loss function uses what the replicas do not have, or changes options of optimizers, or the rule
+            of a buffer does not fit, or if a gradient of several shards would not be that of the batch.
     """
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
+    for name, value in options_of(optimizers, loss_fn).items():
+        if value != context.options.get(name, value):
+            raise ValueError(
+                "`loss_fn` must not change what optimizers step by, because it is called once for each shard, and once "
+                f"more in an audit, got {name} changed from {context.options[name]} to {value}. Change it between "
+                "updates, or pass the scheduler as `scheduler`."
+            )
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
     if attempt.share.num_shards > 1:
@@ -331,7 +369,7 @@ def check_no_counts(model: nn.Module) -> None:
 
 
 def check_lookups(loss_fn: Any, model: nn.Module) -> None:
-    """Check that a loss function, and functions that it calls, look up no parameters or modules by identity.
+    """Check that a loss function, and functions that it calls, look up nothing by identity, and do not scale the loss.
 
     Args:
         loss_fn: The loss function.
@@ -339,11 +377,17 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
 
     Raises:
         ValueError: If one of them refers to a container by which it could, or compares objects by ``is`` or ``in`` and
-            refers to a parameter or module of the original model.
+            refers to a parameter or module of the original model, or if one refers to a `GradScaler`.
     """
     containers: list[Any] = []
     for function, found in _called(loss_fn):
         containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+        scalers: list[Any] = [each for each in found if issubclass(type(each), GradScaler)]
+        if any(each.is_enabled() for each in scalers):
+            raise ValueError(
+                "`loss_fn` must not scale its loss, which multiplies the gradient and the reported loss, got one that "
+                "refers to an enabled GradScaler. Leave it out, and pass loss_scale=lockstep.DynamicLossScale(2.0**16)."
+            )
         compared = getattr(function, "__func__", function)
         if type(compared) is FunctionType and compares_objects(compared.__code__):
             # As numbers, which no list holds by chance, because a list by itself may be read by position.

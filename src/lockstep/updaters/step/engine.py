@@ -80,6 +80,7 @@ from lockstep.updaters.step.checks import (
     check_first_shards,
     check_no_unused_gradients,
     check_reached,
+    options_of,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 
@@ -231,8 +232,8 @@ class GradientEngine:
             merges=self._merges and self.prepared.has_large,
         )
         if self.training.iteration < self._checked_until:
-            attempt.gradient_context.is_first, attempt.gradient_context.foreign_leaves = True, []
-            attempt.gradient_context.reads_buffers = self.training.iteration == self._start
+            options = options_of(self.training.optimizers, request.loss_fn)
+            attempt.gradient_context.begin_first(options, reads_buffers=self.training.iteration == self._start)
         if audit is not None:
             attempt.gradient_context.inspected = audit.shard.index
 
@@ -454,12 +455,11 @@ class GradientEngine:
             KeyboardInterrupt: If Ctrl-C was pressed.
             PeerError: If another rank failed.
         """
-        prepared, request = self.prepared, attempt.request
-        normalizer = attempt.gradient_context.normalizer
+        prepared, request, normalizer = self.prepared, attempt.request, attempt.gradient_context.normalizer
         if request.inspect_shard is None and any(map(PRESENT, map(GRADIENT_OF, prepared.parameters))):
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
-            check_first_shards(attempt, prepared, self.replicas.model)
+            check_first_shards(attempt, prepared, self.replicas.model, self.training.optimizers)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check() or attempt.refuted
         left_out |= attempt.gradient_context.merges and self._is_spoiled(attempt)
