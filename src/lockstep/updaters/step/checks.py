@@ -305,7 +305,10 @@ def options_of(optimizers: Mapping[str, Optimizer], loss_fn: Any) -> dict[str, s
         loss_fn: The loss function.
     """
     found = {
-        f"{option!r} of group {index} of optimizer {name!r}": repr(value.tolist() if torch.is_tensor(value) else value)
+        f"{option!r} of group {index} of optimizer {name!r}": (
+            # Not by its value, for which the host would wait.
+            f"version {value._version}" if isinstance(value, torch.Tensor) else repr(value)
+        )
         for name, optimizer in optimizers.items()
         for index, group in enumerate(optimizer.param_groups)
         for option, value in group.items()
