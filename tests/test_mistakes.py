@@ -43,6 +43,7 @@ from tests.support.mistakes import (
     loss_with_backward,
     ls,
     met,
+    moved_by_hand,
     net,
     normalized,
     own_backward,
@@ -300,6 +301,9 @@ UPDATERS = [
     row("step(loss)", lambda: step_by(StepByLoss), "whose step requires 'loss'", "Define step(self, closure)"),
     row("own step", own_optimizer_step, "SGD.step() is called although update() steps", "Leave the call out"),
     row("own step after compute", own_step_after_compute_gradients, "is not counted", "Call apply_gradients() instead"),
+    row(
+        "moved by hand", lambda: moved_by_hand(applies=False), "batch statistics, is lost", "call apply_gradients() for"
+    ),
     row("replaced layer", replaced_layer, "belongs to it any more, and not '1.weight'", "create both again"),
     row("numpy", lambda: build(num_shards=np.int64(4)), "must be an integer, got np.int64(4)", "Pass int(4)"),
     row("stream", lambda: build(iterator=Stream()), "whose items are taken for batches", "Pass DataLoader(dataset"),
@@ -640,6 +644,8 @@ def test_every_mistake_is_another_one() -> None:
         lambda: batches(X),
         lambda: train(3, devices=["cpu", "cpu"]),
         lambda: train(3, num_shards=6),
+        lambda: moved_by_hand(applies=True),
+        lambda: moved_by_hand(applies=False, moves=False),
         lambda: step_by(StepByClosure),
         lambda: step_by(StepByLoss, step_fn=lambda *_: None),
         lambda: train(loss_fn=loss_that_scales(torch.amp.GradScaler("cpu", enabled=False))),

@@ -185,6 +185,20 @@ def own_step_after_compute_gradients() -> None:
         optimizer.step()
 
 
+def moved_by_hand(*, applies: bool, moves: bool = True) -> None:
+    model = net()
+    updater = build(model=model)
+    for _ in range(4):
+        for _ in range(2 if applies else 1):
+            updater.compute_gradients((X, Y))
+            for each in model.parameters():
+                each.data -= 0.1 * each.grad * moves
+            model.zero_grad()
+        if applies:
+            updater.compute_gradients((X, Y))
+            updater.apply_gradients()
+
+
 def replaced_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     updater = build(model=model)

@@ -150,6 +150,7 @@ class Attempt:
         overflow_check: *Check*: whether the gradient is finite.
         gradients_assigned: Whether the gradients have been stored where optimizers read them.
         replaced: The error for a gradient that was computed before this one and that no optimizer has used.
+        replaces: The number of gradients in a row before this one that no optimizer of the updater has stepped by.
         stream_position: How far what draws after the shards has come in its stream; None before it has drawn.
         grad_norm: *Commit*: the norm of the gradients before they were clipped; None if they were not.
     """
@@ -183,6 +184,7 @@ class Attempt:
     overflow_check: OverflowCheck = field(default=FINITE, init=False)
     gradients_assigned: bool = field(default=False, init=False)
     replaced: OrderError | None = field(default=None, init=False)
+    replaces: int = field(default=0, init=False)
     stream_position: list[torch.Tensor] | None = field(default=None, init=False)
     grad_norm: torch.Tensor | None = field(default=None, init=False)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.digest import checksum
 from lockstep.errors import collect_error
 from lockstep.precision import ChangesOnlyGradients
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
@@ -76,6 +77,7 @@ class OwnSteps:
         self.watches: list[Any] = []
         """The handles of the hooks; empty while nothing is noticed."""
         self._positions: dict[int, int] = {}
+        self._weights: list[int] = []
         self._pending = False
         self._warned: set[str] = set()
 
@@ -126,6 +128,30 @@ class OwnSteps:
             schedulers: The schedulers by name.
         """
         self._positions.update((id(each), _position_of(each)) for each in schedulers.values())
+
+    def check_weights(self, optimizers: Iterable[Optimizer], replaces: int) -> None:
+        """Warn if weights have moved between gradients that the updater has not stepped by, the third and the fourth.
+
+        With fewer of them, as where the gradient at other weights is wanted, the updater may step by the last one.
+
+        Args:
+            optimizers: The optimizers whose gradient is computed next.
+            replaces: The number of gradients in a row before it by which they have not stepped.
+        """
+        if replaces not in (WATCHED_UPDATES - 1, WATCHED_UPDATES):
+            return
+        before = self._weights
+        self._weights = [
+            checksum(each.detach()) for one in optimizers for group in one.param_groups for each in group["params"]
+        ]
+        if replaces == WATCHED_UPDATES and self._weights != before:
+            self._warn(
+                "optimizer",
+                "Weights have moved after compute_gradients() was called several times without apply_gradients(), so "
+                "no update is counted: the shards draw the same random numbers again, what they leave in buffers, such "
+                "as batch statistics, is lost, and schedulers and the loss scale stand still. Give the optimizer that "
+                "steps to the updater, and call apply_gradients() for each step, in your loop or in a `step_fn`.",
+            )
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]

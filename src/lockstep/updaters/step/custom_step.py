@@ -155,9 +155,10 @@ class CustomStep:
             buffers_of=buffers_of,
         )
         state = self.state
-        unused = self._unused_gradient(request.wanted)
+        unused, previous = self._unused_gradient(request.wanted), self._pending.get(names)
+        replaces = 0 if previous is None else previous.replaces + 1
         if state is None:
-            previous = self._pending.get(names)
+            self._committer.own_steps.check_weights([self._training.optimizers[name] for name in names], replaces)
             # A gradient that replaces one for the same optimizers uses the same random streams again.
             number = len(self._pending) if previous is None else previous.request.computation
             self._coordinator.start_update()
@@ -167,7 +168,7 @@ class CustomStep:
         else:
             request = replace(request, computation=len(state.results), taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context)
-        attempt.replaced = unused
+        attempt.replaced, attempt.replaces = unused, replaces
         self._pending[names] = attempt
         result = attempt.result(applied=False)
         if state is not None:
