@@ -130,6 +130,21 @@ def by_tensor(net: Any) -> Callable[..., torch.Tensor]:
     return lambda model, x: (model(x) - mean).square().mean()
 
 
+def by_class(net: Any) -> Callable[..., torch.Tensor]:
+    class Held:
+        model = net
+        scale = 2.0
+
+    return lambda model, x: ((model(x) - Held.model.center) * Held.scale).square().mean()
+
+
+def by_constant_of_a_class(_: Any) -> Callable[..., torch.Tensor]:
+    class Options:
+        scale = 2.0
+
+    return lambda model, x: (model(x) * Options.scale).square().mean()
+
+
 def by_the_same_name(net: Any) -> Callable[..., torch.Tensor]:
     """Names the original model like the replica, and reads nothing of it."""
 
@@ -146,6 +161,7 @@ STALE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "global": (lambda _: by_global, "center"),
     "closure": (by_closure, "center"),
     "helper": (by_helper, "center"),
+    "class": (by_class, "center"),
     "tensor": (by_tensor, "norm.running_mean"),
     "whole batch": (
         lambda net: ls.BatchLoss(lambda model, x: model(x) - net.center, lambda each: each.std()),
@@ -171,7 +187,7 @@ def test_a_loss_that_reads_changed_buffers_of_the_original_is_refused(
         assert ls.digest(updater.state_dict()) == before
 
 
-@pytest.mark.parametrize("loss_of", [lambda net: Task(net).by_name, by_the_same_name])
+@pytest.mark.parametrize("loss_of", [lambda net: Task(net).by_name, by_the_same_name, by_constant_of_a_class])
 def test_a_loss_that_reads_other_buffers_is_left_alone(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Centered()
     monkeypatch.setitem(globals(), "OUTER", model)

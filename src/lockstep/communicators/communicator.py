@@ -225,6 +225,7 @@ class Communicator(ABC):
         Args:
             value: The value of this rank, such as numbers, text and lists of them.
 
+        >>> from lockstep.communicators import LocalCommunicator
         >>> LocalCommunicator().exchange_json([1, "two"])
         [[1, 'two']]
         """

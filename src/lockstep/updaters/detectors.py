@@ -50,6 +50,9 @@ def attributes(value: Any) -> dict[str, Any]:
     Args:
         value: The object.
     """
+    if issubclass(type(value), type):
+        # The entry "__dict__" of a class is that of its instances.
+        return dict(type.__getattribute__(value, "__dict__"))
     found: dict[str, Any] = {}
     for base in type(value).__mro__:
         for name, member in vars(base).items():
