@@ -1,4 +1,7 @@
-"""Find what functions refer to outside of the model, tensors and random generators, without running code of classes."""
+"""Notice what a result depends on beside the model: what functions refer to, generators, and steps that vary.
+
+What functions refer to is found without running code of their classes.
+"""
 
 from __future__ import annotations
 

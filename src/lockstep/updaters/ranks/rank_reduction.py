@@ -192,10 +192,10 @@ class RankReduction:
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""
-        ranges = [(each.samples.start, each.samples.stop, each.samples.step) for each in found]
-        own = [
-            [each.shard, each.batch, part, each.loss, each.parameter] for each, part in zip(found, ranges, strict=True)
-        ]
+        own = []
+        for each in found:
+            samples = each.samples.start, each.samples.stop, each.samples.step
+            own.append([each.shard, each.batch, samples, each.loss, each.parameter])
         return [
             NonFiniteShard(shard, batch, range(*samples), loss, parameter)
             for rows in self._communicator.exchange_json(own)
