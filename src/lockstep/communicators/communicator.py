@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -77,7 +77,7 @@ class SumAudit:
     """
 
     def __init__(self, partials: Sequence[PartialSum]) -> None:
-        self._before = {id(each): checksum(each) for each in _dense(partials)}
+        self._before = {id(each): seal(each) for part in partials for each in part.tensors if each is not None}
         self.fault: SumFault | None = None
 
     def has_changed(self, partials: Sequence[PartialSum]) -> bool:
@@ -86,11 +86,22 @@ class SumAudit:
         Args:
             partials: Some of the partial sums.
         """
-        return any(checksum(each) != self._before[id(each)] for each in _dense(partials))
+        present = (each for part in partials for each in part.tensors if each is not None)
+        return any(seal(each) != self._before[id(each)] for each in present)
 
 
-def _dense(partials: Sequence[PartialSum]) -> Iterator[torch.Tensor]:
-    return (each for part in partials for each in part.tensors if each is not None and not each.is_sparse)
+def seal(tensor: torch.Tensor | None) -> str:
+    """Return the checksum of the memory of a tensor; of a sparse one that of its indices and that of its values.
+
+    Args:
+        tensor: The tensor; None for one that is absent.
+    """
+    if tensor is None:
+        return "absent"
+    if not tensor.is_sparse:
+        return str(checksum(tensor))
+    # As they are stored: coalescing would change them.
+    return f"{checksum(tensor._indices())} {checksum(tensor._values())}"  # noqa: SLF001 - see above
 
 
 class PendingSum(ABC):

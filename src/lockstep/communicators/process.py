@@ -24,6 +24,7 @@ from lockstep.communicators.sums import (
     PlanSizes,
     SmallSum,
     SumPlan,
+    WireFormat,
     audited_sum,
     plan_sum,
     split_sparse,
@@ -146,33 +147,48 @@ class ProcessCommunicator(Communicator):
         """Sum partial sums over ranks; see `Communicator.sum_partials`."""
         wire = self._wire if compress else EXACT
         dense, sparse = split_sparse(contributions)
-        if audit is not None and wire is EXACT and not sparse:
-            # Never by the transport, which tells nothing of the terms that it adds.
-            plan = self._plan(dense, like, AUDITED_SIZES, exact=False)
-            return audited_sum(audit, self._channel, plan, partials, like)
-        # The choice depends only on what all ranks know, so all of them sum in the same way.
-        plan = self._plan(dense, like, self._sizes, exact=wire is EXACT)
-        if plan.body_bytes and wire is EXACT and not sparse:
-            small = SmallSum(self.rank, self.size, plan.body_bytes)
-            small.pack(partials, dense[self.rank], like)
-            self.exchange(b"", small.table)
-            return small.add_up(partials, dense, like) or []
-        ordered_sum = OrderedSum(self._channel, plan, like, wire=wire)
-        for index in reversed(range(len(like))):
-            tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
-            ordered_sum.add(index, tensors)
-        summed = ordered_sum.finish()
+        strided = [
+            PartialSum(each.shard, [None if index in sparse else one for index, one in enumerate(each.tensors)])
+            for each in partials
+        ]
+        summed = self._sum_dense(strided, dense, like, wire, audit)
         if sparse:
-            found = sum_sparse(self._channel, partials, contributions, like, sparse)
+            found = sum_sparse(self._channel, partials, contributions, like, sparse, audit=audit)
             for index, tensor in zip(sparse, found, strict=True):
                 summed[index] = tensor
         return summed
+
+    def _sum_dense(
+        self,
+        partials: Sequence[PartialSum],
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        wire: WireFormat,
+        audit: SumAudit | None,
+    ) -> Tensors:
+        """Sum partial sums of dense tensors. All ranks choose the same way, by what all of them know."""
+        if audit is not None:
+            # Never by the transport, which tells nothing of the terms that it adds. Where messages are rounded, in the
+            # slices of every update: the numbers of a message are scaled together.
+            plan = self._plan(contributions, like, AUDITED_SIZES if wire is EXACT else self._sizes, exact=False)
+            return audited_sum(audit, self._channel, plan, partials, like, wire=wire)
+        plan = self._plan(contributions, like, self._sizes, exact=wire is EXACT)
+        if plan.body_bytes and wire is EXACT:
+            small = SmallSum(self.rank, self.size, plan.body_bytes)
+            small.pack(partials, contributions[self.rank], like)
+            self.exchange(b"", small.table)
+            return small.add_up(partials, contributions, like) or []
+        ordered_sum = OrderedSum(self._channel, plan, like, wire=wire)
+        for index in reversed(range(len(like))):
+            ordered_sum.add(index, [partial.tensors[index] for partial in partials])
+        return ordered_sum.finish()
 
     def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
         # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
         background = all(tensor.device.type == "cpu" for tensor in like)
-        sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR)
+        # The numbers of a rounded message are scaled together, so the slices must be those of any other sum.
+        sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR) if self.exact else self._sizes
         plan = self._plan(contributions, like, sizes, exact=self.exact)
         return OrderedSum(self._channel, plan, like, wire=self._wire, background=background)
 

@@ -6,16 +6,17 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lockstep as ls
 from lockstep.communicators import process
-from lockstep.communicators.sums import PlanSizes, bucket
+from lockstep.communicators.sums import PlanSizes, bucket, sparse
 from lockstep.communicators.transport import Channel
 from lockstep.updaters.ranks import rank_reduction, rank_sum
 from tests.updaters.attempt.test_audit import digest_of, run, updater_of
@@ -25,7 +26,9 @@ KINDS = ["term", "buffer", "sent term", "sum", "sent sum"]
 
 
 def flip(tensor: torch.Tensor, element: int) -> None:
-    tensor.view(-1)[element % tensor.numel()].view(torch.int32).bitwise_xor_(1 << 22)
+    """Flip a high bit of the mantissa, also of a number in 16 bits."""
+    words = tensor.view(-1).view(torch.uint8).view(-1, tensor.element_size())
+    words[element % tensor.numel(), tensor.element_size() - 2] ^= 1 << 5
 
 
 def zero(tensor: torch.Tensor, element: int) -> None:
@@ -41,7 +44,7 @@ class Once:
         self.harm, self.element, self.done = harm, element, False
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        if not self.done and tensor.dtype == torch.float32 and tensor.count_nonzero():
+        if not self.done and tensor.is_floating_point() and tensor.count_nonzero():
             self.done = True
             with torch.no_grad():
                 self.harm(tensor, self.element)
@@ -100,9 +103,11 @@ def found_by(updater: ls.ParallelUpdater) -> tuple[Any, ...] | None:
     return None
 
 
-def work(number: int, num_devices: int) -> list[Any]:
+def work(number: int, num_devices: int, compression: Any = None) -> list[Any]:
     """Damage each kind of thing several times, and return what was to be found and what was found."""
-    communicator, generator = ls.find_communicator(), random.Random(number)  # noqa: S311 - the same on every rank
+    ls.find_communicator()
+    communicator = ls.ProcessCommunicator(compression=compression)
+    generator = random.Random(number)  # noqa: S311 - the same on every rank
     # Several slices, each with an owner of its own.
     process.AUDITED_SIZES = PlanSizes(slice=2048, direct=sys.maxsize, whole=0)  # type: ignore[misc]
     found = []
@@ -121,10 +126,14 @@ def work(number: int, num_devices: int) -> list[Any]:
     return found
 
 
-def check(number: int, num_ranks: int, num_devices: int = 1) -> None:
-    every = ls.launch(partial(work, number, num_devices), num_processes=num_ranks)
+def check(number: int, num_ranks: int, num_devices: int = 1, compression: str | None = None) -> None:
+    check_found(ls.launch(partial(work, number, num_devices, compression), num_processes=num_ranks), KINDS)
+
+
+def check_found(every: list[list[Any]], kinds: Sequence[str]) -> None:
+    """Check that all ranks have found each fault, given what they return."""
     damaged = [each for each in every[0] if each[3]]
-    assert {each[0] for each in damaged} == set(KINDS)
+    assert {each[0] for each in damaged} == set(kinds)
     for rows in zip(*every, strict=True):
         kind, rank, update, done, said = rows[0]
         # A rank that owns nothing sends no sums, for example.
@@ -144,6 +153,121 @@ def test_damage_between_two_ranks_is_found_and_named() -> None:
 
 def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> None:
     check(25, 3, 2)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
+    check(15, 2, compression=compression)
+
+
+def rounded(compression: Any, every: int) -> list[str]:
+    """Train with compressed sums, in one go and with a resume."""
+    ls.find_communicator()
+    communicator = ls.ProcessCommunicator(compression=compression)
+    first, second = (updater_of(1, communicator=communicator, audit_every=every) for _ in range(2))
+    run(first, 5)
+    second.load_state_dict(first.state_dict())
+    return [digest_of(first, 3), digest_of(second, 3)]
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+def test_neither_audits_nor_a_resume_change_a_bit_of_compressed_sums(compression: str) -> None:
+    found = [ls.launch(partial(rounded, compression, every), num_processes=3) for every in (1, 0)]
+    assert len({digest for ranks in found for digests in ranks for digest in digests}) == 1
+
+
+class Words(nn.Module):
+    """A sparse gradient, and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens).mean(1))
+
+
+def words_of(communicator: ls.Communicator | None, every: int) -> ls.ParallelUpdater:
+    torch.manual_seed(0)
+    model = Words()
+    data = torch.utils.data.TensorDataset(torch.randint(40, (48, 5)), torch.randint(2, (48,)))
+    return ls.ParallelUpdater(
+        ls.BatchIterator(data, 16, shuffle=True, seed=3),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        num_shards=6,
+        loss_fn=ls.supervised(nn.functional.cross_entropy),
+        communicator=communicator,
+        audit_every=every,
+    )
+
+
+SPARSE_KINDS = ["term", "sent term", "sum"]
+
+
+@contextmanager
+def faulty_sparse(kind: str, once: Once) -> Iterator[None]:
+    """Damage something of the sparse sum of this rank once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "term":
+
+            def summed(original: Call, self: Any, *args: Any, **options: Any) -> Any:
+                once(self.partials[0].tensors[0]._values())
+                return original(self, *args, **options)
+
+            patch.setattr(rank_sum.RankSum, "sum", wrapped(rank_sum.RankSum.sum, summed))
+        elif kind == "sum":
+            calls = iter(range(10**6))
+
+            def added(original: Call, partials: Any) -> Any:
+                sums = original(partials)
+                # The second of the two sums is the one that the rank holds.
+                if next(calls) % 2:
+                    once(sums[0]._values())
+                return sums
+
+            patch.setattr(sparse, "total", wrapped(sparse.total, added))
+        else:
+
+            def sent(original: Call, channel: Channel, tensors: Sequence[torch.Tensor], source: int) -> None:
+                if channel.rank == source:
+                    tensors = [tensor.clone() for tensor in tensors]
+                    for tensor in tensors:
+                        once(tensor)
+                original(channel, tensors, source)
+
+            patch.setattr(sparse, "broadcast", wrapped(sparse.broadcast, sent))
+        yield
+
+
+def sparse_work(number: int) -> list[Any]:
+    """Damage each kind of thing of a sparse sum, as `work` does."""
+    communicator, generator = ls.find_communicator(), random.Random(number)  # noqa: S311 - the same on every rank
+    found = []
+    for at in range(number):
+        kind, rank, update = SPARSE_KINDS[at % 3], generator.randrange(communicator.size), generator.randrange(2)
+        once = Once(generator.choice([flip, zero]), generator.randrange(10**6))
+        updater = words_of(communicator, 1)
+        run(updater, update)
+        with faulty_sparse(kind, once) if communicator.rank == rank else nullcontext():
+            said = found_by(updater)
+        found.append([kind, rank, update, any(communicator.gather_objects(once.done)), said])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_damage_to_sparse_sums_is_found_and_named(num_ranks: int) -> None:
+    check_found(ls.launch(partial(sparse_work, 9), num_processes=num_ranks), SPARSE_KINDS)
+
+
+def of_words(every: int) -> str:
+    return digest_of(words_of(ls.find_communicator(), every))
+
+
+def test_audits_change_no_bit_of_sparse_sums() -> None:
+    (found,) = {*ls.launch(partial(of_words, 1), num_processes=3), *ls.launch(partial(of_words, 0), num_processes=2)}
+    assert found == digest_of(words_of(None, 0))
 
 
 @pytest.mark.slow

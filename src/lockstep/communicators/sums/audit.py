@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +17,37 @@ from lockstep.communicators.communicator import SumAudit, SumFault
 from lockstep.communicators.sums.bucket import FlatTensors, flat_views
 from lockstep.communicators.sums.ordered_sum import OrderedSum
 from lockstep.communicators.sums.planning import Segment, SumPlan
-from lockstep.communicators.sums.wire import EXACT
+from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, broadcast, exchange
 from lockstep.digest import checksum
 from lockstep.tree import PartialSum, Tensors
 
 
+class Seals(NamedTuple):
+    """What a rank has seen of a slice of a sum, as checksums.
+
+    Attributes:
+        terms: The terms that the second computation has added.
+        again: The sum of the second computation.
+        result: The sum that the rank holds in the end.
+        added: The terms that the rank has added if it owns the slice; else empty.
+    """
+
+    terms: Sequence[object]
+    again: object
+    result: object
+    added: Sequence[object] = ()
+
+
 @torch.no_grad()
 def audited_sum(
-    audit: SumAudit, channel: Channel, plan: SumPlan, partials: Sequence[PartialSum], like: Sequence[torch.Tensor]
+    audit: SumAudit,
+    channel: Channel,
+    plan: SumPlan,
+    partials: Sequence[PartialSum],
+    like: Sequence[torch.Tensor],
+    *,
+    wire: WireFormat,
 ) -> Tensors:
     """Sum over ranks as planned, and compare every term and sum with those of a second computation.
 
@@ -35,23 +57,30 @@ def audited_sum(
         plan: The plan of a sum that owners compute.
         partials: The partial sums of this rank, all dense. Their memory is overwritten.
         like: Tensors that have the shapes, dtypes and devices of the result.
+        wire: The format of messages.
     """
     changed = audit.has_changed(partials)
+    added: dict[Segment, list[int]] = {}
+    ordered = OrderedSum(channel, plan, like, wire=wire, added=added)
     own = (node for node, rank in enumerate(plan.ranks) if rank == channel.rank)
     terms = {node: _flattened(each.tensors) for node, each in zip(own, partials, strict=True)}
     segments = [segment for bucket in plan.buckets for segment in bucket.segments]
-    again = [_added_again(channel, plan, each, terms, like) for each in segments]
-    added: dict[Segment, list[int]] = {}
-    ordered = OrderedSum(channel, plan, like, wire=EXACT, added=added)
+    again = [_added_again(channel, plan, each, terms, like, (wire, ordered.wire_back)) for each in segments]
     for index in reversed(range(len(like))):
         ordered.add(index, [partial.tensors[index] for partial in partials])
     sums = ordered.finish()
     results = _flattened(sums)
-    found = [checksum(torch.cat(flat_views(each, results))) for each in segments]
-    row = [changed, [(*each, found[at], added.get(segments[at], ())) for at, each in enumerate(again)]]
-    rows = [json.loads(each) for each in exchange(channel, json.dumps(row).encode())]
-    audit.fault = audit.fault or next(_faults(plan, segments, rows), None)
+    seen = [
+        Seals(*twice, checksum(torch.cat(flat_views(each, results))), added.get(each, ()))
+        for each, twice in zip(segments, again, strict=True)
+    ]
+    compare(audit, channel, changed, [(_senders(plan, each), each.owner or 0) for each in segments], seen)
     return sums
+
+
+def _senders(plan: SumPlan, segment: Segment) -> list[int]:
+    """Return the rank of each term of a segment."""
+    return [plan.ranks[node] for node in segment.nodes]
 
 
 def _flattened(tensors: Tensors) -> FlatTensors:
@@ -59,10 +88,16 @@ def _flattened(tensors: Tensors) -> FlatTensors:
     return {index: each.detach().reshape(-1) for index, each in enumerate(tensors) if each is not None}
 
 
-def _added_again(
-    channel: Channel, plan: SumPlan, segment: Segment, own: Mapping[int, FlatTensors], like: Sequence[torch.Tensor]
+def _added_again(  # noqa: PLR0917 - what a segment is summed from
+    channel: Channel,
+    plan: SumPlan,
+    segment: Segment,
+    own: Mapping[int, FlatTensors],
+    like: Sequence[torch.Tensor],
+    wires: tuple[WireFormat, WireFormat],
 ) -> tuple[list[int], int]:
     """Receive all terms of a segment and add them; return the checksums of the terms and of the sum."""
+    wire, wire_back = wires
     terms: list[torch.Tensor] = []
     for node in segment.nodes:
         if node in own:
@@ -70,45 +105,62 @@ def _added_again(
         else:
             term = like[segment.pieces[0].tensor].new_empty(segment.size)
         broadcast(channel, [term], plan.ranks[node])
+        # Rounded as its message is.
+        wire.decode(wire.encode(term), term)
         terms.append(term)
     seals = list(map(checksum, terms))
     last = 0
     for last, other in segment.additions:
         terms[last].add_(terms[other])
+    wire_back.decode(wire_back.encode(terms[last]), terms[last])
     return seals, checksum(terms[last])
 
 
-def _faults(plan: SumPlan, segments: Sequence[Segment], rows: Sequence[Any]) -> Iterator[SumFault]:
-    """Yield what is wrong, from the beginning of the sum to its end.
+def compare(
+    audit: SumAudit,
+    channel: Channel,
+    changed: bool,
+    slices: Sequence[tuple[Sequence[int], int]],
+    seen: Sequence[Seals],
+) -> None:
+    """Compare what all ranks have seen of a sum, from its beginning to its end.
 
     Args:
-        plan: The plan of the sum.
-        segments: Its segments.
-        rows: Of each rank, whether its terms have changed, and for each segment the checksums of the terms and the sum
-            of the second computation, of the result, and of the terms that its owner has added.
+        audit: Receives what is wrong, unless something was found before.
+        channel: The connection to the other ranks.
+        changed: Whether the partial sums of this rank have changed before they were summed.
+        slices: For each slice of the sum, the rank of each term, and the rank that has added them.
+        seen: What this rank has seen of each slice.
     """
-    for rank, (changed, _) in enumerate(rows):
-        if changed:
+    rows = [json.loads(each) for each in exchange(channel, json.dumps([changed, seen]).encode())]
+    of_ranks = zip(*([Seals(*each) for each in row] for _, row in rows), strict=True)
+    audit.fault = audit.fault or next(_faults([each for each, _ in rows], slices, of_ranks), None)
+
+
+def _faults(
+    changed: Sequence[bool], slices: Sequence[tuple[Sequence[int], int]], seen: Iterable[Sequence[Seals]]
+) -> Iterator[SumFault]:
+    """Yield what is wrong, given what each rank has seen of each slice."""
+    for rank, has_changed in enumerate(changed):
+        if has_changed:
             yield rank, f"what rank {rank} had computed has changed before it was summed"
-    for at, segment in enumerate(segments):
-        seen = [seals[at] for _, seals in rows]
-        yield from _faults_of_terms(plan, segment, seen)
-        yield from _faults_of_sums(segment.owner or 0, seen)
+    for (senders, owner), by_rank in zip(slices, seen, strict=True):
+        yield from _faults_of_terms(senders, by_rank)
+        yield from _faults_of_sums(owner, by_rank)
 
 
-def _faults_of_terms(plan: SumPlan, segment: Segment, seen: Sequence[Any]) -> Iterator[SumFault]:
-    """Yield which ranks had other terms of a segment than the rank that has computed them."""
-    for place, node in enumerate(segment.nodes):
-        sender = plan.ranks[node]
-        sent = seen[sender][0][place]
-        for rank, (terms, _, _, added) in enumerate(seen):
-            if terms[place] != sent or (added and added[place] != sent):
+def _faults_of_terms(senders: Sequence[int], seen: Sequence[Seals]) -> Iterator[SumFault]:
+    """Yield which ranks had other terms of a slice than the rank that has computed them."""
+    for place, sender in enumerate(senders):
+        sent = seen[sender].terms[place]
+        for rank, each in enumerate(seen):
+            if each.terms[place] != sent or (each.added and each.added[place] != sent):
                 yield sender, f"rank {rank} has added another term of rank {sender} than that rank has"
 
 
-def _faults_of_sums(owner: int, seen: Sequence[Any]) -> Iterator[SumFault]:
-    """Yield which ranks have another sum of a segment than the rest."""
-    sums, results = [each[1] for each in seen], [each[2] for each in seen]
+def _faults_of_sums(owner: int, seen: Sequence[Seals]) -> Iterator[SumFault]:
+    """Yield which ranks have another sum of a slice than the rest."""
+    sums, results = [each.again for each in seen], [each.result for each in seen]
     # Each rank has added up all terms, and the owner has done so twice.
     ((right, _),) = Counter([*sums, results[owner]]).most_common(1)
     for rank, each in enumerate(sums):

@@ -33,6 +33,9 @@ class OrderedSum(PendingSum):
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does the work that is left.
         added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
+
+    Attributes:
+        wire_back: The format in which sums are sent back.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class OrderedSum(PendingSum):
             result = torch.empty_like(like[index])
             self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         # Rounded once more only where that saves time.
-        wire_back = EXACT if plan.is_small else wire
-        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, wire_back, added)
+        self.wire_back = EXACT if plan.is_small else wire
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, self.wire_back, added)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
         self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
         self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from lockstep.communicators.communicator import Contribution
+from lockstep.communicators.communicator import Contribution, SumAudit, seal
+from lockstep.communicators.sums.audit import Seals, compare
 from lockstep.communicators.transport import Channel, broadcast, exchange
 from lockstep.tree import PartialSum, Tensors, total
 
@@ -39,6 +40,8 @@ def sum_sparse(
     contributions: Sequence[Contribution],
     like: Sequence[torch.Tensor],
     indices: Sequence[int],
+    *,
+    audit: SumAudit | None,
 ) -> Tensors:
     """Sum tensors of which some may be sparse over all ranks.
 
@@ -48,23 +51,37 @@ def sum_sparse(
         contributions: The contributions of all ranks.
         like: Tensors that have the shapes, dtypes and devices of the result.
         indices: The indices of the tensors to sum.
+        audit: Receives what is wrong after a second computation; None to add once.
 
     Returns:
         The sums, in the order of `indices`.
     """
+    own = [PartialSum(each.shard, [each.tensors[index] for index in indices]) for each in partials]
+    changed = audit is not None and audit.has_changed(own)
     # Receivers must know the sizes of a sparse tensor before they can allocate memory for it.
-    layouts = [[_layout(partial.tensors[index]) for index in indices] for partial in partials]
+    layouts = [list(map(_layout, partial.tensors)) for partial in own]
     messages = exchange(channel, json.dumps(layouts).encode())
-    sums: list[PartialSum] = []
+    terms: list[PartialSum] = []
+    ranks: list[int] = []
     # All ranks go through the nodes and tensors in the same order, because each broadcast is a collective.
     for rank, message in enumerate(messages):
         shards = contributions[rank].shards
         for node, (shard, row) in enumerate(zip(shards, json.loads(message), strict=True)):
-            sums.append(PartialSum(shard, [None] * len(indices)))
+            ranks.append(rank)
+            terms.append(PartialSum(shard, [None] * len(indices)))
             for position, (index, layout) in enumerate(zip(indices, row, strict=True)):
-                own = partials[node].tensors[index] if rank == channel.rank else None
-                sums[-1].tensors[position] = _broadcast_tensor(channel, own, layout, like[index], rank)
-    return total(sums)
+                tensor = own[node].tensors[position] if rank == channel.rank else None
+                terms[-1].tensors[position] = _broadcast_tensor(channel, tensor, layout, like[index], rank)
+    if audit is None:
+        return total(terms)
+    nodes = [[node for node, each in enumerate(terms) if each.tensors[at] is not None] for at in range(len(indices))]
+    seals = [[seal(terms[node].tensors[at]) for node in each] for at, each in enumerate(nodes)]
+    copies = [PartialSum(each.shard, [None if one is None else one.clone() for one in each.tensors]) for each in terms]
+    again, sums = total(copies), total(terms)
+    seen = [Seals(*each) for each in zip(seals, map(seal, again), map(seal, sums), strict=True)]
+    # Every rank has added all terms itself, so no rank is the only one to have added them.
+    compare(audit, channel, changed, [([ranks[node] for node in each], 0) for each in nodes], seen)
+    return sums
 
 
 def _layout(tensor: torch.Tensor | None) -> list[Any]:

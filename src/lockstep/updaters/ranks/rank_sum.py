@@ -81,6 +81,10 @@ class RankSum:
     def __init__(self, communicator: Communicator, *, one_machine: bool) -> None:
         self._communicator = communicator
         self._limit = SMALL_BYTES if one_machine else SMALL_BYTES_OVER_NETWORK
+        if not communicator.exact:
+            # Messages hold terms as they are, and every sum must be rounded, or else the bits would depend on how often
+            # the like was summed before.
+            self._limit = 0
         self._small = SmallSum(communicator.rank, communicator.size)
         self._like: Sequence[torch.Tensor] = ()
         self._key: str | None = None
