@@ -314,3 +314,16 @@ def test_labels_of_samples_that_are_ignored_do_not_count(num_shards: int) -> Non
     labels[7] = -100
     ours = trained(ls.supervised(functional.cross_entropy), num_shards, (X, labels))
     assert_same(ours, plain(lambda net: functional.cross_entropy(net(X), labels)))
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("older", [{"size_average": False}, {"reduce": True}, {"size_average": True, "reduce": True}])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_the_older_arguments_of_torch(older: dict[str, bool], num_shards: int) -> None:
+    criterion = partial(functional.cross_entropy, **older)
+    assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
+
+
+def test_the_older_argument_for_no_reduction() -> None:
+    with pytest.raises(ValueError, match="must reduce its loss to one element"):
+        ls.supervised(partial(functional.cross_entropy, reduce=False))

@@ -103,9 +103,11 @@ def _in_order(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Sort the state of an optimizer by parameters: threads may have created its entries in any order."""
     if "masters" in state and "optimizer" in state:
         return {**state, "optimizer": _in_order(state["optimizer"])}
-    if "state" not in state or not all(type(index) is int for index in state["state"]):
+    if "state" not in state:
         return state
-    return {**state, "state": {index: state["state"][index] for index in sorted(state["state"])}}
+    # What belongs to no parameter has a name of the optimizer's own.
+    parameters = sorted(index for index in state["state"] if type(index) is int)
+    return {**state, "state": {index: state["state"][index] for index in dict.fromkeys([*parameters, *state["state"]])}}
 
 
 class Change(NamedTuple):
@@ -337,8 +339,9 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
     """Adapt the saved state of an optimizer to this process: memory layouts, and options that are new."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved["state"].items():
-        # A parameter without a shape gets the one that is saved, in row-major order like its state.
-        shaped = index < len(parameters) and not is_lazy(parameters[index])
+        # A parameter without a shape gets the one that is saved, in row-major order like its state. What belongs to no
+        # parameter has a name instead of an index.
+        shaped = index in range(len(parameters)) and not is_lazy(parameters[index])
         for key, value in values.items() if shaped else ():
             # Files hold tensors in row-major order, but fused kernels ignore strides.
             if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:

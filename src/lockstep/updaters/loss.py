@@ -206,7 +206,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
-            attribute `reduction`, or from the keyword argument of a `functools.partial`; the default is a mean.
+            attribute `reduction`, or from the keyword argument of a `functools.partial`, also by torch's older
+            arguments `size_average` and `reduce`; the default is a mean.
         target: The key of the target in a dict batch. By default the target is the last entry of a tuple.
 
     Raises:
@@ -225,6 +226,10 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
     keywords = criterion.keywords if isinstance(criterion, partial) else {}
     reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    # The older arguments, which torch reads instead if one is given.
+    older = keywords.get("size_average"), keywords.get("reduce")
+    if older != (None, None):
+        reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
     if reduction == "none":
         raise ValueError(
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "

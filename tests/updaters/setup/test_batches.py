@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,3 +275,23 @@ class TestListsBesideTensors:
 
         trained([(torch.ones(4, 4), array)], 2, loss_fn=loss_fn, num_shards=2, updates=1)
         assert array.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_a_list_with_as_many_tensors_as_samples_is_warned_of(kind: type, size: int) -> None:
+    batch = (torch.randn(size, 3), kind([torch.randn(size, 2) for _ in range(4)]))
+    model = nn.Linear(3, 2)
+    updater = ls.ParallelUpdater(
+        [batch],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        num_shards=2,
+        loss_fn=lambda net, inputs, targets: (net(inputs) - sum(targets)).square().mean(),
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        updater.update()
+        updater.update()
+    found = [each for each in said if "a list of 4 entries, whose tensors have 4 rows" in str(each.message)]
+    assert len(found) == (kind is list and size == 4)

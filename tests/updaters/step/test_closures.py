@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -245,3 +246,96 @@ def test_its_step_outside_of_an_update_is_refused() -> None:
     updater.compute_gradients(BATCHES[0])
     with pytest.raises(ls.OrderError, match=r"must be called by a step function for LBFGS, .* Call `update` instead"):
         updater.apply_gradients()
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Moves uphill by the gradient that is there, computes it again, and steps from where it was."""
+
+    def __init__(self, parameters: Any, *, through_data: bool, clears: bool | None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.through_data, self.clears = through_data, clears
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        before = [each.clone() for each in parameters]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm() + 1e-12
+        for each in parameters:
+            (each.data if self.through_data else each).add_(each.grad, alpha=0.05 / norm.item())
+        if self.clears is not None:
+            self.zero_grad(set_to_none=self.clears)
+        closure()
+        for each, old in zip(parameters, before, strict=True):
+            each.copy_(old - 0.1 * each.grad)
+
+
+class Clearing(torch.optim.SGD):
+    """Clears the gradients before it computes them, at the same weights."""
+
+    def __init__(self, parameters: Any, *, set_to_none: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.set_to_none = set_to_none
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        self.zero_grad(set_to_none=self.set_to_none)
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(
+            partial(SharpnessAware, through_data=data, clears=clears)
+            for data in (0, 1)
+            for clears in (None, True, False)
+        ),
+        *(partial(Clearing, set_to_none=each) for each in (True, False)),
+    ],
+)
+def test_a_step_that_moves_weights_or_clears_gradients_first_has_the_bits_of_the_plain_loop(optimizer: Any) -> None:
+    plain, model = network(), network()
+    stepped = optimizer(plain.parameters())
+    for inputs, targets in [*BATCHES, *BATCHES]:
+
+        def closure() -> torch.Tensor:
+            stepped.zero_grad()
+            with torch.enable_grad():
+                loss = cross_entropy(plain(inputs), targets)  # noqa: B023 - called in this turn
+            loss.backward()
+            return loss
+
+        # As it is used everywhere: the gradient is there when the step begins.
+        if isinstance(stepped, SharpnessAware):
+            closure()
+        stepped.step(closure)
+    updater = updater_of(model, optimizer(model.parameters()))
+    for _ in range(4):
+        updater.update()
+    assert ls.digest(dict(model.named_parameters())) == ls.digest(dict(plain.named_parameters()))
+    if isinstance(stepped, SharpnessAware):
+        assert ls.digest(model) == ls.digest(plain)
+    split = network()
+    other = updater_of(split, optimizer(split.parameters()), devices=2, num_shards=2)
+    for _ in range(4):
+        other.update()
+    two = network()
+    same = updater_of(two, optimizer(two.parameters()), devices=1, num_shards=2)
+    for _ in range(4):
+        same.update()
+    assert ls.digest(split) == ls.digest(two)
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharpness-aware minimization requires closure, but it was not provided"
+        return super().step(closure)
+
+
+def test_a_step_that_requires_a_closure_and_does_not_say_so_is_explained() -> None:
+    model = network()
+    updater = updater_of(model, Asserting(model.parameters(), lr=0.1))
+    before = ls.digest(dict(model.named_parameters()))
+    with pytest.raises(ValueError, match="got Asserting, whose step was called without a closure and raised Assertion"):
+        updater.update()
+    assert ls.digest(dict(model.named_parameters())) == before

@@ -34,6 +34,9 @@ CACHE_LINE: Final = 64
 MOST_SPREAD: Final = 8
 """The number of elements of memory per element of a tensor up to which a copy lies as the tensor does."""
 
+PAIR: Final = 2
+"""The length of what a dataset of nested samples leaves; a batch may well be of two samples."""
+
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
     "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. Leave out a "
@@ -193,6 +196,25 @@ class ListRule:
         self._cut[name] = value, id(first)
         return True
 
+    def check_tensors(self, parts: Sequence[Any], size: int) -> None:
+        """Warn once of a list of tensors that may have one tensor per sample, because it has as many as samples.
+
+        Args:
+            parts: The parts of the batch. Each tensor in them has one row per sample.
+            size: The number of samples in the batch.
+        """
+        for part in parts:
+            if type(part) is list and len(part) == size > PAIR and "" not in self._warned:
+                self._warned.add("")
+                warnings.warn(
+                    f"`batch` holds a list of {size} entries, whose tensors have {size} rows, and {size} samples: the "
+                    "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
+                    "themselves: lockstep.IterableBatches(source, batches_of='samples') with a converter=. If not, "
+                    "pass a tuple.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
 
 def _unless_whole(name: str) -> str:
     """Return how to say which values are given whole."""
@@ -318,6 +340,8 @@ class Conversion:
         parts = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, dict) else (batch,)
         if not all(isinstance(each, torch.Tensor) for each in parts):
             size, leading = batch_size(batch, dims), nest.tensors(batch)[0]
+            if dims == 0:
+                self._lists.check_tensors([each for each in parts if nest.has_tensor(each)], size)
             batch = nest.cut_values(
                 batch,
                 part,

@@ -88,6 +88,7 @@ def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dic
 
 def _state(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, Any]:
     """Return the state, with what optimizers hold now."""
+    training.unsaved.check()
     frozen = frozen_names(training.models)
     hooks = {name: each.state_dict() for name, each in training.step_hooks().items()}
     return {

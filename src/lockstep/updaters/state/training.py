@@ -22,6 +22,7 @@ from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.state.sharding import ShardedState
+from lockstep.updaters.state.unsaved import UnsavedState
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class TrainingState:
         sharded: The parts of the state of optimizers that this rank holds where the ranks share it out, by name.
         mode_was_changed: Whether `ensure_training_mode` has warned.
         settings: The settings of the parts as they were when the run was set up.
+        unsaved: Warns of what optimizers remember and no state holds.
     """
 
     replicas: ReplicaSet
@@ -57,10 +59,12 @@ class TrainingState:
     sharded: dict[str, ShardedState] = field(default_factory=dict)
     mode_was_changed: bool = False
     settings: RecipeFields = field(init=False)
+    unsaved: UnsavedState = field(init=False)
 
     def __post_init__(self) -> None:
         # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
         self.settings = self.current_settings()
+        self.unsaved = UnsavedState(self.optimizers.values())
 
     def current_settings(self) -> RecipeFields:
         """Describe the settings of the parts as they are now."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.arguments import look_up
+from lockstep.communicators import seal
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
@@ -259,7 +260,9 @@ class CustomStep:
     def _step_with_closure(self, name: str, attempt: Attempt, state: CustomStepState) -> Attempt:
         """Step an optimizer that computes gradients again; each time with the same batch and random streams.
 
-        As in a loop of PyTorch, each computation leaves its buffers in the model, the first one included.
+        As in a loop of PyTorch, the gradient is there when the step begins, and each computation leaves its buffers in
+        the model, the first one included. What the first call of the closure would compute is known already, unless
+        the step has moved weights or changed gradients before, as those of sharpness-aware minimization do.
 
         Args:
             name: The optimizer.
@@ -272,17 +275,14 @@ class CustomStep:
         Raises:
             NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
         """
-        computed = [attempt]
+        parameters = self._engine.prepared.parameters
+        known: list[tuple[torch.Tensor, list[str]]] = []
 
-        @torch.enable_grad()
-        def closure() -> torch.Tensor:
-            if computed:
-                now = computed.pop()
-            else:
-                batch, context = attempt.given_batches[0], state.context
-                self._committer.mark_gradients_used()
-                state.undo_change()
-                now = self._final_attempt(attempt.request, (name,), batch, context)
+        def seals() -> list[str]:
+            # By their bits: writing to `.data` leaves the versions of tensors as they were.
+            return [seal(each) for parameter in parameters for each in (parameter.detach(), parameter.grad)]
+
+        def use(now: Attempt) -> torch.Tensor:
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):
                 raise _NotFinite(now)
@@ -292,8 +292,20 @@ class CustomStep:
             # a line search compares losses.
             return now.reports[0].loss if len(now.reports) == 1 else now.result(applied=False).loss
 
+        @torch.enable_grad()
+        def closure() -> torch.Tensor:
+            if known:
+                loss, before = known.pop()
+                if seals() == before:
+                    return loss
+            batch, context = attempt.given_batches[0], state.context
+            self._committer.mark_gradients_used()
+            state.undo_change()
+            return use(self._final_attempt(attempt.request, (name,), batch, context))
+
         savepoint = self._training.save()
         try:
+            known.append((use(attempt), seals()))
             self._committer.step_with_closure(name, closure)
         except _NotFinite as end:
             savepoint.restore()

@@ -127,6 +127,14 @@ class OptimizerStep:
         except BaseException as error:
             if self._has_moved(error, progress, parameters, versions):
                 return error
+            if "closure" in str(error) and isinstance(error, AssertionError | RuntimeError | TypeError | ValueError):
+                kind = type(self._optimizer).__name__
+                raise ValueError(
+                    f"`optimizer` must have a step that says what it requires, got {kind}, whose step was called "
+                    f"without a closure and raised {type(error).__name__}: {error}. Derive a class in which it is an "
+                    f"argument without a default, by which it is recognized: class With({kind}): def step(self, "
+                    "closure): return super().step(closure)."
+                ) from error
             raise
         return None
 

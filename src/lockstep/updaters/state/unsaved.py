@@ -1,0 +1,78 @@
+"""Notice what an optimizer remembers outside of its `state_dict`, which a resumed run does not get back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.digest import checksum
+from lockstep.errors import DeterminismWarning
+
+MOST_LEVELS: Final = 4
+"""The number of containers at most around a value that is looked at."""
+
+
+class UnsavedState:
+    """Compares the attributes of optimizers that are neither PyTorch's nor lockstep's with those at the beginning.
+
+    An optimizer with a `state_dict` of its own is expected to save what it needs.
+
+    Args:
+        optimizers: The optimizers.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._begun = [
+            (each, _remembered(each))
+            for each in optimizers
+            if type(each).state_dict is Optimizer.state_dict
+            and not type(each).__module__.startswith(("torch.", "lockstep."))
+        ]
+
+    def check(self) -> None:
+        """Warn once if an optimizer has numbers or tensors that have changed and are not saved."""
+        for optimizer, before in self._begun:
+            names = [name for name, value in _remembered(optimizer).items() if value != before.get(name)]
+            if names:
+                self._begun = []
+                attributes = ", ".join(map(repr, names))
+                warnings.warn(
+                    f"The saved state lacks what {type(optimizer).__name__} remembers in {attributes}, because its "
+                    "`state_dict` does not return it, so that a resumed run would go on with other numbers. Keep it in "
+                    "`self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`.",
+                    DeterminismWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def _remembered(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what stands for the numbers and tensors in the attributes of an optimizer, by name."""
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    saved = {id(each) for values in optimizer.state.values() for each in values.values()}
+    # Those of every optimizer, among them what `state_dict` returns. Not at import: the first optimizer imports much.
+    usual = vars(torch.optim.SGD([torch.zeros(1)]))
+    own = {name: value for name, value in vars(optimizer).items() if name not in usual}
+    found = {name: _sign(value, parameters | saved, MOST_LEVELS) for name, value in own.items()}
+    return {name: sign for name, sign in found.items() if sign}
+
+
+def _sign(value: Any, known: set[int], levels: int) -> list[Any]:
+    """Return a list that changes with the numbers and tensors in a value, without those that are known."""
+    if isinstance(value, bool) or id(value) in known:
+        return []
+    if isinstance(value, int | float):
+        return [value]
+    if isinstance(value, torch.Tensor):
+        return [checksum(value)]
+    if isinstance(value, Optimizer):
+        # A wrapper shares the groups of the optimizer inside, and often its state.
+        value = value.state
+    if not levels or not isinstance(value, Mapping | Sequence) or isinstance(value, str | bytes):
+        return []
+    parts = value.values() if isinstance(value, Mapping) else value
+    return [sign for each in parts for sign in _sign(each, known, levels - 1)]
