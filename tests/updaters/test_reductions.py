@@ -327,3 +327,10 @@ def test_the_older_arguments_of_torch(older: dict[str, bool], num_shards: int) -
 def test_the_older_argument_for_no_reduction() -> None:
     with pytest.raises(ValueError, match="must reduce its loss to one element"):
         ls.supervised(partial(functional.cross_entropy, reduce=False))
+
+
+@pytest.mark.parametrize("wrapped", [partial, lambda module: module.forward, lambda module: partial(module.forward)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_wrapped_module_is_that_module(wrapped: Callable[[nn.Module], Any], reduction: str) -> None:
+    criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction=reduction)
+    assert_same(trained(ls.supervised(wrapped(criterion)), 3), plain(lambda net: criterion(net(X), Y)))

@@ -253,7 +253,8 @@ def fitting(path: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
             f"The state in {path} must fit this run, but reading it ends in {type(error).__name__}: "
-            f"{printable(str(error))}. Nothing has been changed. Use the code that wrote the snapshot, or another one."
+            f"{printable(str(error))}. Nothing has been changed. Use the code that wrote the snapshot, with what it "
+            "had changed by then, such as parameter groups that were added or modules that were pruned; or another one."
         ) from error
 
 

@@ -224,6 +224,12 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         raise TypeError(f"`criterion` must be an object, got the class {name}. Pass supervised({name}()).")
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
+    # A module, and one that is wrapped without options, are the same criterion.
+    bare = criterion.func if isinstance(criterion, partial) and not criterion.keywords else criterion
+    owner = getattr(bare, "__self__", None)
+    if isinstance(owner, nn.Module) and bare == owner.forward:
+        bare = owner
+    criterion = bare if isinstance(bare, nn.Module) else criterion
     keywords = criterion.keywords if isinstance(criterion, partial) else {}
     reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
     # The older arguments, which torch reads instead if one is given.

@@ -127,3 +127,35 @@ def test_state_that_belongs_to_no_parameter_is_in_a_snapshot(tmp_path: Path) -> 
     updater.update()
     resumed.update()
     assert ls.digest(updater.state_dict()) == ls.digest(resumed.state_dict())
+
+
+class Listing(torch.optim.SGD):
+    """Steps the parameters that it was given, instead of those in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.listed = list(parameters)
+        super().__init__(self.listed, lr=0.1)
+
+
+def test_a_list_of_parameters_does_not_hold_master_weights() -> None:
+    model = nn.Linear(3, 1).bfloat16()
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3), torch.randn(12, 1))
+    with pytest.raises(ValueError, match=r"the parameters of Listing by float32 master weights, .* in 'listed'"):
+        ls.ParallelUpdater(
+            ls.BatchIterator(data, 4), Listing(model.parameters()), model, num_shards=2, precision="bf16-true"
+        )
+
+
+def test_an_update_that_is_made_again_is_warned_of_too() -> None:
+    updater = updater_of(Averaging)
+    stepping = ls.ParallelUpdater(
+        updater.get_iterator("main"),
+        updater.get_optimizer("main"),
+        updater.get_all_models()["main"],
+        num_shards=2,
+        loss_fn=ls.supervised(nn.functional.mse_loss),
+        step_fn=lambda step, batch: (step.compute_gradients(batch), step.apply_gradients()),
+    )
+    stepping.update()
+    with pytest.warns(ls.DeterminismWarning, match="or an update that is made again, would use other numbers"):
+        stepping.update()

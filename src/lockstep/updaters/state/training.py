@@ -22,7 +22,7 @@ from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.state.sharding import ShardedState
-from lockstep.updaters.state.unsaved import UnsavedState
+from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
 
 
 @dataclass(slots=True)
@@ -130,7 +130,13 @@ class TrainingState:
         self.carried.current = list(new)
 
     def create_master_weights(self) -> None:
-        """Create float32 master weights for every optimizer; optimizers of lockstep have their own."""
+        """Create float32 master weights for every optimizer; optimizers of lockstep have their own.
+
+        Raises:
+            ValueError: If an optimizer would step its parameters themselves.
+        """
+        for optimizer in self.optimizers.values():
+            check_own_lists(optimizer)
         self.masters = {name: _masters_for(each) for name, each in self.optimizers.items()}
 
     def names_of(self, optimizer: str | None) -> Names:
@@ -217,6 +223,7 @@ class TrainingState:
 
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
+        self.unsaved.check()
         stateful = [*self.schedulers.values(), *self.step_hooks().values()]
         masters, sharded = self._all_masters(), self.sharded.values()
         return Savepoint(

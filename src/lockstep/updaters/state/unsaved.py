@@ -39,15 +39,34 @@ class UnsavedState:
             names = [name for name, value in _remembered(optimizer).items() if value != before.get(name)]
             if names:
                 self._begun = []
-                attributes = ", ".join(map(repr, names))
+                kind, attributes = type(optimizer).__name__, ", ".join(map(repr, names))
                 warnings.warn(
-                    f"The saved state lacks what {type(optimizer).__name__} remembers in {attributes}, because its "
-                    "`state_dict` does not return it, so that a resumed run would go on with other numbers. Keep it in "
-                    "`self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`.",
+                    f"The saved state lacks what {kind} remembers in {attributes}, because its `state_dict` does not "
+                    "return it, so that a resumed run, or an update that is made again, would use other numbers. Keep "
+                    "it in `self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`.",
                     DeterminismWarning,
                     stacklevel=2,
                 )
                 return
+
+
+def check_own_lists(optimizer: Optimizer) -> None:
+    """Check that an optimizer whose parameters are replaced by master weights finds them in its groups.
+
+    Args:
+        optimizer: The optimizer.
+
+    Raises:
+        ValueError: If it has a list of its parameters of its own.
+    """
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, list | tuple) and any(id(each) in parameters for each in value):
+            raise ValueError(
+                f"`precision` must not replace the parameters of {type(optimizer).__name__} by float32 master weights, "
+                f"because it keeps a list of its own in {name!r}, by which it would step what has no gradient. Let its "
+                "step read them from `self.param_groups`."
+            )
 
 
 def _remembered(optimizer: Optimizer) -> dict[str, Any]:

@@ -319,7 +319,7 @@ class Committer:
         try:
             if not attempt.gradients_assigned:
                 self.assign_gradients(attempt)
-            if attempt.overflow_check is not FINITE:
+            if attempt.overflow_check is not FINITE or not attempt.reports:
                 self.note(names, attempt)
             if len(names) > 1:
                 # One optimizer cannot take its step back, so the state is copied first. A single one saves this copy.
@@ -365,7 +365,7 @@ class Committer:
         Returns:
             Whether weights have moved; a tensor where only the device knows.
         """
-        if attempt.overflow_check is not FINITE:
+        if attempt.overflow_check is not FINITE or not attempt.reports:
             self.note(names, attempt)
         applied = attempt.applied
         if applied is not False:
@@ -385,6 +385,8 @@ class Committer:
             NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
         """
         # A hook or a scheduler that the user has added since the first stage may need the check on the host.
+        if not attempt.reports:
+            self._skips.note_empty()
         if attempt.overflow_check.found_inf is not None:
             attempt.overflow_check = self._deferral.read_if_needed(attempt.overflow_check, names)
         self._skips.note(attempt)

@@ -217,6 +217,13 @@ class WholeStep:
         random = torch.get_rng_state()
         bare_step(twin)
         torch.set_rng_state(random)
+        for key in twin.state:
+            if not isinstance(key, torch.Tensor):
+                kind = type(optimizer).__name__
+                raise ValueError(  # noqa: TRY004 - the argument has a value that does not fit
+                    f"`shard_optimizer` must be False for {kind}, which keeps state that belongs to no parameter, got "
+                    f"{key!r}."
+                )
         whole = [copies[id(each)] for each in self._current]
         self._result = digest([each.detach() for each in whole], [_plain(twin.state, each) for each in whole])
         self._result += repr([_options_of(group) for group in twin.param_groups])

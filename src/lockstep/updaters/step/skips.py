@@ -50,7 +50,7 @@ class SkippedUpdates:
     def __init__(self, training: TrainingState, max_skipped: int | None) -> None:
         self._training = training
         self._max_skipped = max_skipped
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_empty = False
         self._unread: list[UnreadCheck] = []
         self.forget()
 
@@ -80,6 +80,18 @@ class SkippedUpdates:
             self._count_unread()
             self._count(iteration, iteration, check.nonfinite, attempt.result(applied=False))
             self._raise_if_too_many()
+
+    def note_empty(self) -> None:
+        """Note an update of which no shard has a weight above 0."""
+        if not self._has_warned_of_empty:
+            self._has_warned_of_empty = True
+            warnings.warn(
+                f"Update {self._training.iteration + 1} was skipped: all samples of its batch together have weight 0, "
+                "as where every label is ignored or masked, so that there is no mean and no gradient. Weights, "
+                "optimizer and scheduler stay as they are. This warning is given once per run.",
+                NonFiniteWarning,
+                stacklevel=5,
+            )
 
     def read(self) -> SkippedUpdate | None:
         """Read the checks that are still on the device, and return the last skipped update, or None.
