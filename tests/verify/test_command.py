@@ -117,3 +117,95 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
 def test_no_way_left_is_refused() -> None:
     with pytest.raises(ValueError, match="must leave at least one way, got none"):
         chosen(only=["later"], skip=["later"])
+
+
+OWN_LOOP = """
+import sys
+from pathlib import Path
+import torch
+import lockstep as ls
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+model = torch.nn.Linear(4, 2)
+updater = ls.ParallelUpdater(
+    ls.BatchIterator(data, 20, shuffle=True),
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    model,
+    num_shards=4,
+    loss_fn=ls.supervised(torch.nn.functional.cross_entropy),
+)
+newest = max(Path(sys.argv[1]).glob("epoch-*"), default=None)
+if newest is not None:
+    ls.snapshots.restore(updater, newest)
+while updater.epoch < 4:
+    updater.update()
+    if updater.is_new_epoch:
+        ls.snapshots.save(updater, f"{sys.argv[1]}/epoch-{updater.epoch}")
+"""
+
+
+def test_a_loop_that_saves_snapshots_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(OWN_LOOP, encoding="utf-8")
+    command = (
+        "--json",
+        "--updates",
+        "6",
+        "--only",
+        "two-devices",
+        "--only",
+        "processes",
+        "--only",
+        "resume",
+        "train.py",
+        "run",
+    )
+    assert run_verify(*command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in found["ways"]] == ["equal"] * 3
+    assert not Path("run").exists()
+    # What an earlier run has written is where all ways begin, and the command says so.
+    monkeypatch.setattr("sys.argv", ["train.py", "run"])
+    exec(OWN_LOOP.replace("epoch < 4", "epoch < 2"), {})  # noqa: S102 - as the script
+    written = sorted(Path("run").iterdir())
+    assert run_verify(*command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in found["ways"]] == ["equal", "equal", "skipped"]
+    assert any(
+        "The script goes on from 'run/epoch-2', a snapshot that an earlier run" in each for each in found["findings"]
+    )
+    assert sorted(Path("run").iterdir()) == written
+    exec(OWN_LOOP, {})  # noqa: S102 - as above
+    assert run_verify(*command) == 1
+    assert "It goes on from 'run/epoch-4', which an earlier run has written" in capsys.readouterr().out
+
+
+COMPUTED = """
+import torch
+import lockstep as ls
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+batches = list(zip(torch.randn(4, 16, 4), torch.randint(2, (4, 16))))
+updater = ls.ParallelUpdater(
+    batches, torch.optim.SGD(model.parameters(), lr=0.1), model, num_shards=4,
+    loss_fn=ls.supervised(torch.nn.functional.cross_entropy),
+)
+for batch in batches:
+    updater.compute_gradients(batch)
+    updater.apply_gradients()
+"""
+
+
+def test_a_loop_that_computes_gradients_is_run_by_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMPUTED, encoding="utf-8")
+    assert run_verify("--json", "--updates", "3", "--only", "processes", "--only", "resume", str(script)) == 0
+    processes, resume = json.loads(capsys.readouterr().out)["ways"]
+    assert processes["status"] == "equal"
+    assert "only if its `update` is called" in json.dumps(resume)

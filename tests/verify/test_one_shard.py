@@ -103,6 +103,15 @@ class Centered(nn.Module):
         return x - x.mean(0)
 
 
+class CenteredAtFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(x) - self.head(x).mean(0)
+
+
 class Pooled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mean(0, keepdim=True))
@@ -123,6 +132,13 @@ WRONG: dict[str, tuple[Any, Callable[[], nn.Module | None], str, str, str]] = {
         "layer",
         "Centered.forward",
         "'1', a Centered",
+    ),
+    "forward of the model": (
+        classified,
+        CenteredAtFirst,
+        "layer",
+        "in CenteredAtFirst",
+        "the model, a CenteredAtFirst",
     ),
     "one row": (
         lambda model, x, y: functional.cross_entropy(model(x).expand(len(x), 3), y),

@@ -202,6 +202,8 @@ class Verifier:
         reference = self.read(REFERENCE)[0]
         if reference.error or not reference.updates:
             reason = reference.error or "it made no update with an updater of lockstep or an optimizer of PyTorch"
+            for path in reference.notes.get("restored", {}):
+                reason += f". It goes on from {path!r}, which an earlier run has written: verify it where there is none"
             return Report([], error=f"The script could not be run on one device: {reason}")
         skipped = {way.name: reason for way in ways if (reason := why_skipped(way, reference))}
         todo = [way for way in ways if way.name not in skipped]
@@ -290,8 +292,10 @@ def why_skipped(way: Way, reference: Run) -> str:
         return "The script has no BatchIterator."
     kinds = {record["kind"] for record in reference.updates.values()}
     sources = {source for _, source in reference.updates}
+    if way.resumes and reference.notes.get("restored"):
+        return "The script goes on from a snapshot of an earlier run."
     if way.resumes and (kinds != {"updater"} or len(sources) > 1):
-        return "Only a run of one updater can be resumed."
-    if way.ranks > 1 and "updater" not in kinds:
+        return "Only a run of one updater can be resumed, and only if its `update` is called, which reads the batches."
+    if way.ranks > 1 and "updater" not in kinds and "updater" not in reference.notes:
         return "Only updaters share their batches between processes."
     return ""

@@ -40,6 +40,10 @@ def findings(run: Run, looked: Run) -> list[str]:
         looked: A run that was looked at more closely.
     """
     found = [f"An evaluation computes as in training: {called}." for called in looked.notes.get("evaluation", {})]
+    found += [
+        f"The script goes on from {path!r}, a snapshot that an earlier run has written. Verify it where there is none."
+        for path in run.notes.get("restored", {})
+    ]
     if run.notes.get("was_in_evaluation"):
         found.append("The model was in evaluation mode and was switched to training mode. Call model.train() first.")
     normalized = list(dict.fromkeys(name for each in looked.compared for name in each["normalized"]))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import nan
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep import snapshots
 from lockstep.data import BatchIterator
 from lockstep.extensions import Snapshot
 from lockstep.nest import map_tensors
@@ -50,7 +52,7 @@ STATE: Final = "state.pt"
 """The file for the state of an updater that no trainer runs."""
 
 
-def wrap(owner: type, name: str, wrapper: Call) -> None:
+def wrap(owner: type | ModuleType, name: str, wrapper: Call) -> None:
     """Replace a method for the rest of the process.
 
     Args:
@@ -153,6 +155,8 @@ class Instruments:
         wrap(ParallelUpdater, "update", self.update)
         wrap(Trainer, "__init__", self.build_trainer)
         wrap(Trainer, "run", self.run_trainer)
+        wrap(snapshots, "save", self.save)
+        wrap(snapshots, "restore", self.restore)
         wrap(ShardRunner, "run", self.run_shards)
         wrap(ShardRunner, "pop_gradients", self.pop_gradients)
         wrap(ShardStreams, "run", self.run_streams)
@@ -196,6 +200,7 @@ class Instruments:
         if isinstance(options.get("workloads"), (list, tuple)):
             options["workloads"] = None
         if isinstance(built, ParallelUpdater):
+            self.note(updater=True)
             # An audit computes shards once more, and warns of what is looked for here.
             options["audit_every"] = 0
         first, count = places[0], self.job.way.devices
@@ -242,6 +247,22 @@ class Instruments:
         if job.resumes_at:
             args, options = (), {**options, "resume": "auto"}
         original(trainer, *args, **options)
+
+    def save(self, original: Call, updater: Any, path: str | Path) -> None:
+        """Write a snapshot of the script to a folder of this job's way."""
+        original(updater, self._of_this_way(path))
+
+    def restore(self, original: Call, updater: Any, path: str | Path, *args: Any, **options: Any) -> Any:
+        """Restore a snapshot that the script has written in this way, or else note one of an earlier run."""
+        own = self._of_this_way(path)
+        if not own.exists():
+            self.note(restored={str(path): True})
+        return original(updater, own if own.exists() else path, *args, **options)
+
+    def _of_this_way(self, path: str | Path) -> Path:
+        """Return the path in this job's way for one of the script."""
+        part = "resumed" if self.job.resumes_at else "saved"
+        return Path(self.job.folder, f"{part}-{self.job.way.name}", *Path(path).absolute().parts[1:])
 
     def update(self, original: Call, updater: ParallelUpdater) -> Any:
         """Run an update and record it."""

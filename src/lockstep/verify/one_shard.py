@@ -200,14 +200,16 @@ class Comparison:
         alike = len({tuple(name for name, _, _ in log) for log in calls}) == 1
         for (name, *whole), *shards in zip(*calls, strict=True) if alike else ():
             inputs, outputs = (
-                all(self._agrees(each, parts, shares) for each, *parts in zip(*nests, strict=False))
+                [each for each, *parts in zip(*nests, strict=False) if not self._agrees(each, parts, shares)]
                 for nests in zip(whole, *(shard[1:] for shard in shards), strict=True)
             )
             one_row = not name and {len(each) for each in whole[1] if each.dim()} == {1}
-            if one_row or (inputs and not outputs):
+            if one_row or (outputs and not inputs):
                 module = self.model.get_submodule(name)
                 what = f"{name!r}, a {type(module).__name__}" if name else f"the model, a {type(module).__name__}"
-                kind = "row" if one_row else "layer" if name and kind == "mean" else kind
+                # The model itself may return a loss, which has no rows.
+                has_rows = name or any(each.dim() and len(each) == len(self.whole.shard.samples) for each in outputs)
+                kind = "row" if one_row else "layer" if has_rows and kind == "mean" else kind
                 return Cause(kind, "forward", _place(type(module).forward), what)
         return Cause(kind, "the loss function", _place(self.loss_fn))
 
