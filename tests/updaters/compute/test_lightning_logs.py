@@ -124,3 +124,18 @@ def test_a_mean_by_function_and_values_by_name() -> None:
     options = {"value": {"one": torch.tensor(1.0), "two": 2}, "reduce_fx": torch.mean}
     metrics = updater_of(seeded(**options)).update().metrics
     assert (float(metrics["more/one"]), float(metrics["more/two"])) == (1.0, 2.0)
+
+
+class Counting(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * min(1, self.global_step / 4)
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(Classifier, 0), (Counting, 1)])
+def test_attributes_of_the_trainer_that_stay_0_are_warned_of(kind: type[Classifier], warned: int) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        updater_of(kind(), devices=2).update()
+    found = [str(each.message) for each in said if "no Lightning Trainer runs" in str(each.message)]
+    assert len(found) == warned
+    assert all(text.startswith("Counting reads global_step, which stay 0") for text in found)

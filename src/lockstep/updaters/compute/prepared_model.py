@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -27,6 +29,9 @@ from lockstep.updaters.setup import Recipe
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The modules that a `LightningModule` may come from; neither is imported here."""
+LIBRARIES: Final = ("builtins", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
+OF_TRAINERS: Final = frozenset({"global_step", "current_epoch"})
+"""The attributes of a `LightningModule` that are 0 without a Lightning Trainer."""
 
 
 def observe_logs(replica: nn.Module) -> None:
@@ -44,6 +49,21 @@ def observe_logs(replica: nn.Module) -> None:
             # Attributes of the object, which are found before the methods of its class.
             vars(module)["log"] = partial(_log, module)
             vars(module)["log_dict"] = partial(_log_dict, module)
+            read = OF_TRAINERS & _names(type(module))
+            if read:
+                warnings.warn(
+                    f"{type(module).__name__} reads {' and '.join(sorted(read))}, which stay 0 because no Lightning "
+                    "Trainer runs. Read updater.iteration and updater.epoch in the loss function instead, and pass "
+                    "them to the step.",
+                    stacklevel=2,
+                )
+
+
+def _names(kind: type) -> set[str]:
+    """Return the names in the methods of a class and of its bases that are not part of a library."""
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in LIBRARIES]
+    methods = [each for base in own for each in vars(base).values() if type(each) is FunctionType]
+    return {name for method in methods for name in method.__code__.co_names}
 
 
 def _log(
