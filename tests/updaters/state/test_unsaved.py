@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.support.ranks import run_on_ranks
 
 
 class Averaging(torch.optim.SGD):
@@ -74,11 +75,13 @@ class Named(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         everywhere = self.state["everywhere"]
         everywhere["steps"] = everywhere.get("steps", 0) + 1
+        # One without a dict, as some optimizers keep it.
+        self.state["total"] = torch.tensor([everywhere["steps"]])  # type: ignore[index, assignment]  # by a name
         for each in self.param_groups[0]["params"]:
             each.sub_(self.param_groups[0]["lr"] / everywhere["steps"] * each.grad)
 
 
-def updater_of(optimizer: Any) -> ls.ParallelUpdater:
+def updater_of(optimizer: Any, communicator: ls.Communicator | None = None) -> ls.ParallelUpdater:
     torch.manual_seed(0)
     model, inputs = nn.Linear(3, 1), torch.randn(12, 3)
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :1])
@@ -88,6 +91,7 @@ def updater_of(optimizer: Any) -> ls.ParallelUpdater:
         model,
         num_shards=2,
         loss_fn=ls.supervised(nn.functional.mse_loss),
+        communicator=communicator,
     )
 
 
@@ -157,5 +161,17 @@ def test_an_update_that_is_made_again_is_warned_of_too() -> None:
         step_fn=lambda step, batch: (step.compute_gradients(batch), step.apply_gradients()),
     )
     stepping.update()
-    with pytest.warns(ls.DeterminismWarning, match="or an update that is made again, would use other numbers"):
+    with pytest.warns(ls.DeterminismWarning, match="or an update that is made again, may use other numbers"):
         stepping.update()
+
+
+def on_ranks(communicator: ls.Communicator) -> str:
+    updater = updater_of(Named, communicator=communicator)
+    for _ in range(3):
+        updater.update()
+    return ls.digest(updater.state_dict())
+
+
+def test_ranks_compare_state_that_belongs_to_no_parameter() -> None:
+    expected = on_ranks(ls.LocalCommunicator())
+    assert run_on_ranks(on_ranks, 2) == [expected] * 2

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -208,10 +209,14 @@ class TrainingState:
                 for name, tensor in masters.named(network).items():
                     found[f"the master of {prefix}{name}"] = tensor
         for optimizer in self.optimizers.values():
-            for parameter, remembered in optimizer.state.items():
-                for key, value in remembered.items():
+            state: Mapping[Any, Any] = optimizer.state
+            for parameter, remembered in state.items():
+                # What belongs to no parameter has a name of the optimizer's own, and may be a single value.
+                owner = names.get(parameter, "a parameter") if isinstance(parameter, torch.Tensor) else repr(parameter)
+                values = remembered if isinstance(remembered, Mapping) else {"state": remembered}
+                for key, value in values.items():
                     if isinstance(value, torch.Tensor):
-                        found[f"{key} of {names.get(parameter, 'a parameter')}"] = value
+                        found[f"{key} of {owner}"] = value
         # Sorted, because threads may have created an optimizer's entries in any order, and ranks compare tensors in
         # order.
         return {name: found[name] for name in sorted(found)}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning
+from lockstep.nest import tensors
 
 MOST_LEVELS: Final = 4
 """The number of containers at most around a value that is looked at."""
@@ -42,7 +43,7 @@ class UnsavedState:
                 kind, attributes = type(optimizer).__name__, ", ".join(map(repr, names))
                 warnings.warn(
                     f"The saved state lacks what {kind} remembers in {attributes}, because its `state_dict` does not "
-                    "return it, so that a resumed run, or an update that is made again, would use other numbers. Keep "
+                    "return it, so that a resumed run, or an update that is made again, may use other numbers. Keep "
                     "it in `self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`.",
                     DeterminismWarning,
                     stacklevel=2,
@@ -72,7 +73,7 @@ def check_own_lists(optimizer: Optimizer) -> None:
 def _remembered(optimizer: Optimizer) -> dict[str, Any]:
     """Return what stands for the numbers and tensors in the attributes of an optimizer, by name."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    saved = {id(each) for values in optimizer.state.values() for each in values.values()}
+    saved = set(map(id, tensors(list(optimizer.state.values()))))
     # Those of every optimizer, among them what `state_dict` returns. Not at import: the first optimizer imports much.
     usual = vars(torch.optim.SGD([torch.zeros(1)]))
     own = {name: value for name, value in vars(optimizer).items() if name not in usual}

@@ -127,7 +127,7 @@ class OptimizerStep:
         except BaseException as error:
             if self._has_moved(error, progress, parameters, versions):
                 return error
-            if "closure" in str(error) and isinstance(error, AssertionError | RuntimeError | TypeError | ValueError):
+            if "closure" in str(error) and isinstance(error, Exception):
                 kind = type(self._optimizer).__name__
                 raise ValueError(
                     f"`optimizer` must have a step that says what it requires, got {kind}, whose step was called "
