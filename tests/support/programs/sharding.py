@@ -204,6 +204,25 @@ class Noisy(Foreign):
         return mean + 0.01 * torch.randn_like(mean)
 
 
+class Named(Foreign):
+    """Keeps state under a name, from the first step on."""
+
+    def direction(self, mean: torch.Tensor) -> torch.Tensor:
+        self.state["total"] = torch.tensor(self.count)  # type: ignore[index, assignment]  # a name, not a parameter
+        return super().direction(mean)
+
+
+class Stateless(Foreign):
+    """Leaves an empty state for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - the interface
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
 class Nested(Foreign):
     """Holds another optimizer."""
 

@@ -21,9 +21,11 @@ from lockstep.updaters.step import stepping
 from tests.support.programs.sharding import (
     RUNS,
     Foreign,
+    Named,
     Nested,
     Noisy,
     Run,
+    Stateless,
     Whole,
     advance,
     all_trained,
@@ -180,21 +182,22 @@ def _several(communicator: Communicator, *, shard: bool = True) -> str:
 
 
 def test_unknown_optimizers_are_compared_with_whole_steps_first() -> None:
-    expected = _foreign_digest(ls.LocalCommunicator(), shard=False)
-    for digest, refused in run_on_ranks(_foreign, 2):
-        assert digest == expected
+    expected = [_foreign_digest(ls.LocalCommunicator(), kind, shard=False) for kind in (Foreign, Stateless)]
+    for digests, refused in run_on_ranks(_foreign, 2):
+        assert digests == expected
+        assert "state that belongs to no parameter, got 'total'" in refused[-1]
         assert all("must be False for" in message and "Nothing has changed" in message for message in refused)
 
 
-def _foreign_digest(communicator: Communicator, *, shard: Any) -> str:
-    run = Run(lambda groups: Foreign(groups, lr=0.01))
+def _foreign_digest(communicator: Communicator, kind: type[Foreign], *, shard: Any) -> str:
+    run = Run(lambda groups: kind(groups, lr=0.01))
     with finalized(updater_of(run, 1, shard=shard, communicator=communicator)) as updater:
         return advance(run, updater)
 
 
-def _foreign(communicator: Communicator) -> tuple[str, list[str]]:
+def _foreign(communicator: Communicator) -> tuple[list[str], list[str]]:
     refused = []
-    for kind in (Whole, Noisy):
+    for kind in (Whole, Noisy, Named):
         run = Run(lambda groups, kind=kind: kind(groups, lr=0.01))  # type: ignore[misc]
         with finalized(updater_of(run, 1, shard=True, communicator=communicator)) as updater:
             before = ls.digest(updater.state_dict())
@@ -202,7 +205,7 @@ def _foreign(communicator: Communicator) -> tuple[str, list[str]]:
                 updater.update()
             assert ls.digest(updater.state_dict()) == before
             refused.append(str(caught.value))
-    return _foreign_digest(communicator, shard=True), refused
+    return [_foreign_digest(communicator, kind, shard=True) for kind in (Foreign, Stateless)], refused
 
 
 def refused_optimizers() -> dict[str, tuple[Any, str]]:

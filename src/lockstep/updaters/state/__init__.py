@@ -19,5 +19,9 @@ from lockstep.updaters.state.recipe_fields import (
     recipe_fields as recipe_fields,
 )
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state
-from lockstep.updaters.state.sharding import ShardedState as ShardedState, moving as moving
+from lockstep.updaters.state.sharding import (
+    ShardedState as ShardedState,
+    moving as moving,
+    refuse_named_state as refuse_named_state,
+)
 from lockstep.updaters.state.training import TrainingState as TrainingState

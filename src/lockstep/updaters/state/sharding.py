@@ -96,6 +96,7 @@ class ShardedState:
         given = self.optimizer.state
         if isinstance(given, SharedOutState):
             return
+        refuse_named_state(self.optimizer)
         self._state = {}
         for parameter in parameters:
             if parameter in given and self._own(parameter) is not None:
@@ -218,13 +219,17 @@ class ShardedState:
         Args:
             parameters: The parameters.
         """
-        ranks = self._communicator.gather_objects([_described(self._state.get(each, {})) for each in parameters])
+        ranks = self._communicator.gather_objects([_described(self._state.get(each)) for each in parameters])
         found: defaultdict[Tensor, ParameterState] = defaultdict(dict)
         parts: list[list[Tensor]] = [[] for _ in ranks]
         for index, parameter in enumerate(parameters):
             # All owners have the same entries. One that no step has moved yet has none.
             owners = [(rank, own) for rank, own in enumerate(self._owned.get(parameter, [])) if own is not None]
-            for key, about in ranks[owners[0][0]][index].items() if owners else ():
+            described = ranks[owners[0][0]][index] if owners else None
+            if described is not None:
+                # Also an empty one, as some optimizers leave it.
+                found[parameter] = {}
+            for key, about in (described or {}).items():
                 if not isinstance(about, Described):
                     found[parameter][key] = about
                     continue
@@ -284,14 +289,36 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _described(state: ParameterState) -> dict[str, Any]:
-    """Replace the tensors of a state by descriptions."""
-    return {
-        key: Described(value.dtype, tuple(value.shape), value.device.type == "cpu")
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+def _described(state: ParameterState | None) -> dict[str, Any] | None:
+    """Replace the tensors of a state by descriptions; None if there is no state."""
+    return (
+        None
+        if state is None
+        else {
+            key: Described(value.dtype, tuple(value.shape), value.device.type == "cpu")
+            if isinstance(value, Tensor)
+            else value
+            for key, value in state.items()
+        }
+    )
+
+
+def refuse_named_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer with state under a name, which no rank would own.
+
+    Args:
+        optimizer: The optimizer, which holds its whole state.
+
+    Raises:
+        ValueError: If it has such state.
+    """
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            kind = type(optimizer).__name__
+            raise ValueError(  # noqa: TRY004 - the argument has a value that does not fit
+                f"`shard_optimizer` must be False for {kind}, which keeps state that belongs to no parameter, got "
+                f"{key!r}. Nothing has changed."
+            )
 
 
 def _refuse_shared_out(optimizer: Optimizer) -> None:

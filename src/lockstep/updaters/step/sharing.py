@@ -15,7 +15,7 @@ from lockstep.digest import digest
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.updaters.ranks import describe_error, raise_error
-from lockstep.updaters.state import ShardedState, copy_state, moving
+from lockstep.updaters.state import ShardedState, copy_state, moving, refuse_named_state
 from lockstep.updaters.step.stepping import (
     PER_PARAMETER,
     Part,
@@ -217,13 +217,7 @@ class WholeStep:
         random = torch.get_rng_state()
         bare_step(twin)
         torch.set_rng_state(random)
-        for key in twin.state:
-            if not isinstance(key, torch.Tensor):
-                kind = type(optimizer).__name__
-                raise ValueError(  # noqa: TRY004 - the argument has a value that does not fit
-                    f"`shard_optimizer` must be False for {kind}, which keeps state that belongs to no parameter, got "
-                    f"{key!r}."
-                )
+        refuse_named_state(twin)
         whole = [copies[id(each)] for each in self._current]
         self._result = digest([each.detach() for each in whole], [_plain(twin.state, each) for each in whole])
         self._result += repr([_options_of(group) for group in twin.param_groups])
