@@ -106,6 +106,10 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--only", "moon", __file__], "`only` must hold names of"),
         (["--updates", "1", __file__], "`updates` must be at least 2, got 1."),
+        (
+            ["--only", "moon", __file__, "--only", "later"],
+            "lockstep verify: --only is passed to the script; options of",
+        ),
         (["nothing.py"], "`script` must be a file, got nothing.py."),
     ],
 )
