@@ -118,6 +118,12 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
     assert message in capsys.readouterr().err
 
 
+def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_verify()
+    assert capsys.readouterr().err.endswith("are required: script\n")
+
+
 def test_no_way_left_is_refused() -> None:
     with pytest.raises(ValueError, match="must leave at least one way, got none"):
         chosen(only=["later"], skip=["later"])
