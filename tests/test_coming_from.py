@@ -50,6 +50,13 @@ def test_a_page_shows_the_programs_beside_it(peer: str) -> None:
     assert shown == [(PAGES / f"{peer}_{file}").read_text(encoding="utf-8") for file in PEERS[peer]]
 
 
+@pytest.mark.parametrize("peer", ["accelerate", "lightning"])
+def test_the_programs_of_a_page_can_be_run_one_after_another(peer: str) -> None:
+    texts = [(PAGES / f"{peer}_{file}").read_text(encoding="utf-8") for file in PEERS[peer]]
+    outs = [re.findall(r'"(runs/[\w-]+)', text) for text in texts if "import lockstep" in text]
+    assert len(outs) == len({folder for found in outs for folder in found}) == 2
+
+
 def test_there_is_no_other_page_or_program() -> None:
     kinds = ["{}.md", "{}_names.md", "{}_before.txt", "{}_after.py", "{}_core.py"]
     wanted = {kind.format(system) for system in GENERATOR["SYSTEMS"] for kind in kinds}

@@ -32,6 +32,7 @@ from tests.support.mistakes import (
     batches,
     best_of,
     build,
+    configured_by_lightning,
     evaluate,
     ext,
     file_for_a_folder,
@@ -286,6 +287,13 @@ UPDATERS = [
     row("model class", lambda: build(model=nn.Linear, optimizer=sgd(net())), "got the class Linear", "Linear(...)"),
     row("DataParallel", lambda: build(model=nn.DataParallel(net())), "spread over devices", "`model.module`"),
     row("optimizer class", lambda: build(optimizer=SGD), "got the class SGD", "Create one: SGD(...)"),
+    row(
+        "configure_optimizers",
+        lambda: build(model=(model := net()), optimizer=configured_by_lightning(model)),
+        "`optimizer['lr_scheduler']` must be a torch.optim.Optimizer, got a dict",
+        'pass configured["optimizer"] here',
+        'StepScheduler(configured["lr_scheduler"]["scheduler"])',
+    ),
     row("optimizer text", lambda: build(optimizer="sgd"), "got a str", "Create one from model.parameters()"),
     row(
         "other model",
@@ -439,7 +447,7 @@ TRAINERS = [
     row("until=10", lambda: trainer(until=10), 'a pair such as (10, "epoch")', "got 10"),
     row("epochs", lambda: trainer(until=(10, "epochs")), UNIT, "got 'epochs'"),
     row("steps", lambda: trainer(until=(10, "step")), UNIT, "got 'step'"),
-    row("swapped", lambda: trainer(until=("epoch", 10)), 'a pair such as (10, "epoch")', "got ('epoch', 10)"),
+    row("swapped", lambda: trainer(until=("epoch", 10)), '(10, "epoch"), of a Python number and a unit, got ('),
     row("text", lambda: trainer(until="10 epochs"), 'a pair such as (10, "epoch")', "got '10 epochs'"),
     row("class", lambda: trainer(until=trig.EarlyStopping), "got the class EarlyStopping", "Create one"),
     row("fast_dev_run", lambda: trainer(fast_dev_run=-1), "`fast_dev_run` must be at least 0, got -1"),
@@ -548,7 +556,15 @@ EXTENSIONS = [
     row(
         "metric class", lambda: evaluate([(X, Y)], metrics={"a": met.Accuracy}), "must hold instances", "class Accuracy"
     ),
-    row("function", lambda: evaluate([(X, Y)], metrics={"a": max}), "must have update, compute and reset"),
+    *(
+        row(
+            f"{metric} as a metric",
+            partial(evaluate, [(X, Y)], metrics={"a": metric}),
+            "must have update, compute and reset",
+            "lockstep.metrics.Accuracy(), or call lockstep.report({name: value})",
+        )
+        for metric in (max, "accuracy")
+    ),
     row("generator", lambda: evaluate(each for each in [(X, Y)]), "A generator yields only once"),
     row("criterion", lambda: evaluate([(X, Y)], loss_fn=ce), "got a criterion", "lockstep.supervised(cross_entropy)"),
     row("labels", lambda: evaluate([(X,)]), "got 1 tensor", "give a dataset of pairs (input, target)"),
@@ -588,6 +604,17 @@ OTHERS = [
     row("ls.Accuracy", lambda: ls.Accuracy, "It is lockstep.metrics.Accuracy"),
     row("ls.EarlyStopping", lambda: ls.EarlyStopping, "It is lockstep.triggers.EarlyStopping"),
     row("ls.DDP", lambda: ls.DDP, "no attribute 'DDP'", "lockstep.ParallelUpdater"),
+    *(
+        row(f"ls.{name}", partial(getattr, ls, name), f"no attribute {name!r}", cure)
+        for name, cure in {
+            "save": "lockstep.snapshots.save(updater, path)",
+            "load": "lockstep.snapshots.restore(updater, path)",
+            "set_seed": "lockstep.seed_everything",
+            "barrier": "updater.communicator.barrier()",
+            "all_reduce": "updater.communicator.all_reduce(tensors)",
+            "get_rank": "updater.communicator.rank",
+        }.items()
+    ),
     row("ls.DataLoader", lambda: ls.DataLoader, "no attribute 'DataLoader'", "Use lockstep.BatchIterator"),
     row("ModelCheckpoint", lambda: ext.ModelCheckpoint, "no attribute", "Use lockstep.extensions.Snapshot"),
     row("EMA", lambda: ext.EMA, "no attribute", "Use lockstep.extensions.ExponentialMovingAverage"),

@@ -21,4 +21,4 @@ for epoch in range(5):
     for _ in range(len(loader) // 2):
         loss = updater.update().loss
     accelerator.print(epoch, loss.item())
-    ls.snapshots.save(updater, f"runs/accelerate/{epoch}")
+    ls.snapshots.save(updater, f"runs/accelerate-loop/{epoch}")

@@ -34,7 +34,7 @@ optimizer = model.configure_optimizers()
 updater = ls.ParallelUpdater(
     loader, optimizer, model, num_shards=4, clip_grad_norm=1.0, loss_fn=lambda net, *batch: net.training_step(batch, 0)
 )
-trainer = ls.Trainer(updater, until=(5, "epoch"), out="runs/lightning")
+trainer = ls.Trainer(updater, until=(5, "epoch"), out="runs/lightning-module")
 trainer.extend(ls.extensions.Evaluator(val_loader, loss_fn=lambda net, *batch: net.validation_step(batch, 0)))
 trainer.extend(ls.extensions.LogReport())
 trainer.extend(ls.extensions.PrintReport())

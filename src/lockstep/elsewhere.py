@@ -202,9 +202,15 @@ MODULE_NAMES: Final = {
     "Callback": "Derive from lockstep.Extension, or pass a function of the trainer to trainer.extend.",
     "EarlyStopping": 'Pass until=lockstep.triggers.EarlyStopping("validation/main/loss") to the Trainer.',
     "EMA": "Use lockstep.extensions.ExponentialMovingAverage.",
+    "save": "Call lockstep.snapshots.save(updater, path), or use lockstep.extensions.Snapshot.",
+    "load": 'Call lockstep.snapshots.restore(updater, path), or trainer.run(resume="auto").',
+    "set_seed": "Use lockstep.seed_everything.",
+    "barrier": "Call updater.communicator.barrier().",
+    "all_reduce": "Call updater.communicator.all_reduce(tensors).",
+    "get_rank": "Read trainer.is_main, or updater.communicator.rank.",
     "LearningRateMonitor": "Use lockstep.extensions.ObserveLR.",
 }
-"""What to write for classes of other libraries."""
+"""What to write for classes and functions of other libraries."""
 
 
 def names_ours(ours: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:

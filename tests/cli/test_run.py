@@ -295,6 +295,13 @@ def test_what_the_agent_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["-n", "0", "train.py"], "`-n` must be at least 1, got 0."),
+        (["--nproc-per-node", "-2", "train.py"], "`-n` must be at least 1, got -2."),
+        (["-n", "2"], "are required: script\n"),
+        (
+            ["-n", "0", "train.py", "--nnodes=2", "-n"],
+            "run: --nnodes=2 is passed to the script; options of lockstep run",
+        ),
         (["--nnodes", "2", "train.py"], "`rendezvous` must be host:port"),
         (["--max-restarts", "-1", "train.py"], "`max_restarts` must be at least 0, got -1"),
         (["--timeout", "0", "train.py"], "`timeout` must be more than 0 seconds, got 0"),

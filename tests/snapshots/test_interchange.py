@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import lockstep as ls
 from lockstep.cli import main as command
-from tests.support.resuming import vectors
+from tests.support.resuming import PatientSnapshot, vectors
 
 BEFORE, AFTER, BATCH = 7, 10, 8
 
@@ -98,9 +98,36 @@ def test_a_scale_is_that_of_a_grad_scaler(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(checkpoint["scaler"])
     assert scaler.get_scale() == 1024.0
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match=r"must not exist, got .*Choose another path, or remove it\."):
         ls.snapshots.export_torch(tmp_path, tmp_path / "out.pt")
-    assert command(["export", str(tmp_path / "none"), "--to", "torch", str(tmp_path / "x.pt")]) == 1
+
+
+@pytest.mark.parametrize(("name", "options"), [("none", []), ("empty", []), ("empty", ["--best"])])
+def test_what_is_no_run_is_refused(
+    name: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert command(["export", str(tmp_path / name), *options, "--to", "torch", str(tmp_path / "x.pt")]) == 1
+    wanted = "`out` must be a run that has a best snapshot, got" if options else "`source` must be the folder of a run"
+    assert capsys.readouterr().err.startswith(f"lockstep export: {wanted}")
+
+
+def test_the_best_snapshot_is_found_and_exported(tmp_path: Path) -> None:
+    trainer = ls.Trainer(built("sgd"), (4, "update"), out=tmp_path)
+    scores = [1.0, 3.0, 2.0, 0.0]
+    trainer.extend(
+        lambda trainer: trainer.observe("score", scores[trainer.updater.iteration - 1]),
+        trigger=(1, "update"),
+        priority=500,
+    )
+    trainer.extend(PatientSnapshot(keep=4, best="score"), trigger=(1, "update"))
+    trainer.run()
+    found = ls.snapshots.best(tmp_path)
+    assert [each.update for each in ls.snapshots.list(tmp_path)] == [1, 2, 3, 4]
+    assert found.update == 2
+    assert repr(found.manifest) == "Manifest(update=2, epoch=0, reasons=('interval', 'best: score = 3'))"
+    assert command(["export", str(tmp_path), "--best", "--to", "torch", str(tmp_path / "best.pt")]) == 0
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["iteration"] == 2
 
 
 def test_an_unknown_model_is_an_error_with_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,4 +109,7 @@ def save_on_all(communicator: ls.Communicator, path: str) -> str:
 def test_saving_without_a_trainer(tmp_path: Path) -> None:
     own, other = run_on_ranks(save_on_all, 2, str(tmp_path))
     assert own.startswith("`path` must not exist")
+    assert own.endswith(
+        "Choose another path, remove it, or continue from it by lockstep.snapshots.restore(updater, path)."
+    )
     assert other.startswith("Rank 0 could not save a snapshot: FileExistsError: `path` must not exist")

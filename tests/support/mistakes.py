@@ -49,6 +49,11 @@ def adam(model: nn.Module) -> Adam:
     return Adam(model.parameters())
 
 
+def configured_by_lightning(model: nn.Module) -> dict[str, Any]:
+    optimizer = sgd(model)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "interval": "epoch"}}
+
+
 def train(updates: int = 1, **options: Any) -> None:
     updater = build(**options)
     try:

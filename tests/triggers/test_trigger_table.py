@@ -372,8 +372,8 @@ def test_get_until() -> None:
             ValueError,
             "`mode` must be 'auto', 'min' or 'max', got 'best'",
         ),
-        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be a pair .* where it is a tuple, got \(1, 2, 3\)"),
-        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be a pair .* where it is a tuple, got \('epoch', 1\)"),
+        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be a pair .* and a unit, got \(1, 2, 3\)"),
+        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be a pair .* and a unit, got \('epoch', 1\)"),
         (lambda: get_trigger("epoch"), TypeError, "`trigger` must be a Trigger, .* got 'epoch'"),
     ],
 )

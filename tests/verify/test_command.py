@@ -106,12 +106,22 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--only", "moon", __file__], "`only` must hold names of"),
         (["--updates", "1", __file__], "`updates` must be at least 2, got 1."),
+        (
+            ["--only", "moon", __file__, "--only", "later"],
+            "lockstep verify: --only is passed to the script; options of",
+        ),
         (["nothing.py"], "`script` must be a file, got nothing.py."),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verify(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_verify()
+    assert capsys.readouterr().err.endswith("are required: script\n")
 
 
 def test_no_way_left_is_refused() -> None:

@@ -24,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = parser().parse_args(arguments)
+    known = {name for action in options.parser._actions for name in action.option_strings} - {"-h", "--help"}  # noqa: SLF001 - argparse has no other way to it
+    passed = [each for each in getattr(options, "arguments", ()) if each.partition("=")[0] in known]
+    if passed:
+        name = options.parser.prog
+        sys.stderr.write(f"{name}: {passed[0]} is passed to the script; options of {name} come before the script.\n")
     try:
         exit_code: int = options.call(options)
     except SnapshotError as error:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots import export_hf, export_torch
+from lockstep.snapshots import best, export_hf, export_torch
 
 HELP = "write a snapshot for other programs"
 DESCRIPTION = """
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder of a run or of a snapshot")
     parser.add_argument("--to", choices=("torch", "hf"), required=True, help="the kind of files")
     parser.add_argument("path", type=Path, help="file or folder to write")
+    parser.add_argument("--best", action="store_true", help="write the best snapshot of the run, not the newest one")
     parser.add_argument("--config", type=Path, help="config.json of the model, or its folder, to add (with --to hf)")
     parser.add_argument("--model", default="main", help="name of the model, of several (with --to hf; default: main)")
 
@@ -28,11 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def call(options: argparse.Namespace) -> int:
     """Write the files, and return the exit code."""
     try:
+        source = best(options.run).path if options.best else options.run
         if options.to == "torch":
-            checkpoint = export_torch(options.run, options.path)
+            checkpoint = export_torch(source, options.path)
             written = f"{options.path}: {', '.join(checkpoint)} of update {checkpoint['iteration']}"
         else:
-            written = str(export_hf(options.run, options.path, config=options.config, model=options.model))
+            written = str(export_hf(source, options.path, config=options.config, model=options.model))
     except (SnapshotError, OSError, KeyError) as error:
         # The text of a KeyError is the repr of its message.
         sys.stderr.write(f"lockstep export: {error.args[0] if isinstance(error, KeyError) else error}\n")

@@ -25,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     # This formatter keeps the line breaks of the examples.
     parser.epilog, parser.formatter_class = f"examples:{EXAMPLES}", argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "-n", "--num-processes", default="auto", help="processes on this machine; auto: one per GPU, else one per core"
-    )
+    names = ("-n", "--num-processes", "--nproc-per-node")  # the last one is torchrun's
+    parser.add_argument(*names, default="auto", help="processes on this machine; auto: one per GPU, else one per core")
     parser.add_argument("--nnodes", default="1", help="number of machines; 2:4 for two to four (default: 1)")
     parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="address at which several machines meet")
     parser.add_argument("--local-addr", default="", help="address by which other machines reach this one")
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="treat the script as the name of a module")
     parser.add_argument("script", help="path of the script, or name of the module")
     # All that follows the script belongs to it: its options must not be taken for options of this command.
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 
 def call(options: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="file to write the result to as an HTML page")
     parser.add_argument("--folder", type=Path, help="folder to keep records and output in (default: none are kept)")
     parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 
 def call(options: argparse.Namespace) -> int:

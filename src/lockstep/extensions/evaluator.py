@@ -270,7 +270,10 @@ def _check_metrics(metrics: object, loss_fn: object) -> None:
         if isinstance(metric, type):
             raise TypeError(f"`metrics` must hold instances, got the class {metric.__name__} as {name!r}.")
         if not isinstance(metric, Metric):
-            raise TypeError(f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}.")
+            raise TypeError(
+                f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}. Pass "
+                "an object such as lockstep.metrics.Accuracy(), or call lockstep.report({name: value}) in `loss_fn`."
+            )
         # They have these methods, but `update` takes a pair and `compute` sums over the processes by itself.
         if any(kind.__module__.startswith("ignite.") for kind in type(metric).__mro__):
             raise TypeError(

@@ -77,6 +77,9 @@ class Run:
     def __post_init__(self) -> None:
         if self.nodes != "1" and not self.rendezvous:
             raise ValueError("`rendezvous` must be host:port for several machines, the same on each; got none.")
+        # Words are for torchrun, which knows more of them.
+        if not self.num_processes.isalpha() and not (self.num_processes.isdecimal() and int(self.num_processes) > 0):
+            raise ValueError(f"`-n` must be at least 1, got {self.num_processes}.")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
         if self.shutdown_timeout is not None and self.shutdown_timeout < 1:

@@ -34,6 +34,7 @@ from lockstep.snapshots.resuming import (
 from lockstep.snapshots.snapshot import (
     Found as Found,
     Snapshot as Snapshot,
+    best as best,
     list_snapshots,
     load as load,
     newest_whole as newest_whole,

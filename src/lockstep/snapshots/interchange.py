@@ -18,7 +18,7 @@ import torch
 
 from lockstep.arguments import look_up
 from lockstep.errors import SnapshotError, StateError, printable
-from lockstep.snapshots.content import model_file
+from lockstep.snapshots.content import MANIFEST, model_file
 from lockstep.snapshots.disk import snapshots_in
 from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.snapshots.updater_state import fitting
@@ -62,6 +62,8 @@ def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
     Determinism: with one shard per batch and no accumulation, the same updates in bare PyTorch, on the same batches and
     with the same random numbers, have the bits of the run.
     """
+    if Path(path).exists():
+        raise FileExistsError(f"`path` must not exist, got {path}. Choose another path, or remove it.")
     snapshot = _read(source)
     with fitting(snapshot.path):
         checkpoint = _checkpoint(snapshot)
@@ -95,7 +97,7 @@ def export_hf(source: str | Path, path: str | Path, *, config: Any = None, model
     folder = Path(path)
     target = folder / WEIGHTS
     if target.exists():
-        raise FileExistsError(f"`path` must not hold weights already, got {target}.")
+        raise FileExistsError(f"`path` must not hold weights already, got {target}. Choose another path, or remove it.")
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         _write_config(config, folder)
@@ -119,9 +121,11 @@ def _write_config(config: Any, folder: Path) -> None:
 
 def _read(source: str | Path) -> Snapshot:
     """Read a snapshot, or the newest whole one of a run."""
-    snapshot = load(source) if snapshots_in(Path(source)) is None else newest_whole(source)
+    folder = Path(source)
+    is_snapshot = snapshots_in(folder) is None and (folder.is_symlink() or (folder / MANIFEST).exists())
+    snapshot = load(folder) if is_snapshot else newest_whole(folder)
     if snapshot is None:
-        raise SnapshotError(f"`source` must be a snapshot or a run that has one, got {source}.")
+        raise SnapshotError(f"`source` must be the folder of a run with snapshots, or of a snapshot, got {source}.")
     return snapshot
 
 

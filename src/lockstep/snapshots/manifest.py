@@ -45,7 +45,7 @@ DIMENSIONS: Final = 64
 """The largest number of dimensions of a tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Manifest(Content):
     """What a manifest says: the fields of `Content`, with a `TensorDigest` for each tensor, and what follows.
 
@@ -64,6 +64,9 @@ class Manifest(Content):
     reasons: tuple[str, ...]
     tied: Mapping[str, Mapping[str, str]]
     files: Mapping[str, Mapping[str, TensorInfo]]
+
+    def __repr__(self) -> str:
+        return f"Manifest(update={self.update}, epoch={self.progress.get('epoch')}, reasons={self.reasons})"
 
     @property
     def update(self) -> int:

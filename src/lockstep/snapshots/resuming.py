@@ -172,7 +172,8 @@ def _save(updater: Updater, target: Path) -> None:
     # First, because other ranks may wait to take part in it.
     content = Collector(updater, run_id=secrets.token_hex(8)).collect()
     if target.exists():
-        raise FileExistsError(f"`path` must not exist, got {target}.")
+        cure = "Choose another path, remove it, or continue from it by lockstep.snapshots.restore(updater, path)."
+        raise FileExistsError(f"`path` must not exist, got {target}. {cure}")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_now(Disk(), target, content, ["saved by a call"], {PROGRAM: describe_program()})
 

@@ -194,6 +194,24 @@ def list_snapshots(out: str | Path) -> list[Found]:
     return found
 
 
+def best(out: str | Path) -> Found:
+    """Return the best snapshot of a run, by the value that `lockstep.extensions.Snapshot` has as `best`.
+
+    Args:
+        out: The folder of the run.
+
+    Raises:
+        SnapshotError: If no snapshot is marked as the best one.
+    """
+    # A snapshot is marked if it is better than all before it, so that the last mark counts.
+    for found in reversed(list_snapshots(out)):
+        if found.manifest is not None and any(each.startswith("best: ") for each in found.manifest.reasons):
+            return found
+    raise SnapshotError(
+        f"`out` must be a run that has a best snapshot, got {out}. Pass best= to the extension Snapshot."
+    )
+
+
 def newest_whole(out: str | Path) -> Snapshot | None:
     """Load the newest snapshot of a run that is whole. Damaged ones are renamed to ``damaged-…``, with a warning.
 

@@ -241,7 +241,7 @@ def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
         raise TypeError(
-            f'`{argument}` must be a pair such as (10, "epoch"), of a Python number, where it is a tuple, got {spec!r}.'
+            f'`{argument}` must be a pair such as (10, "epoch"), of a Python number and a unit, got {spec!r}.'
         )
     return spec[0], spec[1]
 

@@ -209,6 +209,8 @@ class ParallelUpdater(Updater):
     def update(self) -> UpdateResult:
         """Run one update with the iterator's next batch.
 
+        For a batch of your own, call `compute_gradients(batch)` and `apply_gradients()` instead.
+
         Returns:
             The result of the update; ``applied`` is False if the batch was skipped.
 

@@ -155,6 +155,7 @@ def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.
         error = watches[0].explain()
         assert error is not None
         assert str(error).startswith("Rank 1 has ended while other ranks waited for it.")
+        assert str(error).endswith("and not under `if trainer.is_main:`; rank 0 writes.")
     finally:
         watches[0].close()
 

@@ -30,6 +30,7 @@ class Failure:
         phase: What the rank was doing according to its last heartbeat; empty if there was none.
         traceback: The traceback of its error as text; empty if the rank could not send one.
         exiting: Whether its process has ended or is about to end by itself.
+        remedy: What to do about it, as a sentence; empty if that is not known.
     """
 
     rank: int | None
@@ -37,6 +38,7 @@ class Failure:
     phase: str = ""
     traceback: str = ""
     exiting: bool = False
+    remedy: str = ""
 
     @classmethod
     def raised(cls, rank: int, error: BaseException, phase: str) -> Failure:
@@ -57,7 +59,8 @@ class Failure:
         who = "Another rank" if self.rank is None else f"Rank {self.rank}"
         phase = f" It was last heard in the phase {self.phase!r}." if self.phase else ""
         trace = f"\n\nIts own traceback:\n{self.traceback}" if self.traceback else ""
-        message = f"{who} {self.what}.{phase}{trace}"
+        remedy = f" {self.remedy}" if self.remedy else ""
+        message = f"{who} {self.what}.{phase}{remedy}{trace}"
         return PeerError(message, rank=self.rank, phase=self.phase, traceback=self.traceback)
 
 

@@ -30,6 +30,11 @@ READS: Final = 3
 LINGER: Final = 2.0
 """Seconds for which the rank that hosts the store stays after a failure, so that the others can read about it."""
 
+_IN_EVERY_PROCESS: Final = (
+    "What processes do together, such as lockstep.snapshots.save or trainer.predict, must be called in every process, "
+    "and not under `if trainer.is_main:`; rank 0 writes."
+)
+
 
 class Beat(NamedTuple):
     """One heartbeat of a rank.
@@ -196,7 +201,7 @@ class Heartbeat:
         if beat.ended:
             # Ending is no failure unless a call of another rank failed because of it.
             what = "has ended while other ranks waited for it"
-            return Failure(rank, what, beat.phase, exiting=True) if is_asked else None
+            return Failure(rank, what, beat.phase, exiting=True, remedy=_IN_EVERY_PROCESS) if is_asked else None
         if is_asked and reads >= READS:
             return Failure(rank, "has died, or cannot be reached", beat.phase)
         return Failure(rank, describe_silence(reads), beat.phase) if reads >= self._max_unchanged else None

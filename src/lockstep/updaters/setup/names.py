@@ -18,6 +18,11 @@ Names = tuple[str, ...]
 
 T = TypeVar("T")
 
+_LIGHTNING = (
+    ' Of configured = model.configure_optimizers(), pass configured["optimizer"] here, and '
+    'lockstep.extensions.StepScheduler(configured["lr_scheduler"]["scheduler"]) to trainer.extend.'
+)
+
 
 def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, Any]:
     """Return objects by name, with a single object as "main".
@@ -47,7 +52,8 @@ def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, 
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"The names of `{argument}` must be non-empty strings without dots, got {name!r}.")
         if not isinstance(each, kind):
-            raise TypeError(f"`{argument}[{name!r}]` must be {what}, got {_kind_of(each)}.")
+            remedy = _LIGHTNING if (argument, name) == ("optimizer", "lr_scheduler") else ""
+            raise TypeError(f"`{argument}[{name!r}]` must be {what}, got {_kind_of(each)}.{remedy}")
         if id(each) in seen:
             both = f"{seen[id(each)]!r} and {name!r}"
             raise ValueError(f"`{argument}` must hold different objects, got the same one under {both}.")
