@@ -350,6 +350,9 @@ def test_reshape_moves_the_dimension_of_samples_and_leaves_labels_out() -> None:
         assert (group.batch_size, group.slices) == (4, [slice(0, 2), slice(2, 4)])
         assert group.reshape(data=[("x", (5, 6))], labels=[("y", (6, 5))], batch_dim={"x": 1, "y": 0})
         assert group.batch_size == 6
+        assert group.reshape(data=[("x", (5, 6))], batch_dim=1)
+        assert group.reshape(data=[("x", (5, 6))], batch_dim=0)
+        assert (group.batch_size, group.reshape(data=[("x", (5, 6))])) == (5, False)
 
 
 def test_reshape_keeps_parameters_and_gradients() -> None:

@@ -215,7 +215,7 @@ class ReplicaGroup(ReplicaSet):
             batch_dim: The dimension that counts samples from now on, as in the constructor; the same by default.
 
         Returns:
-            Whether a shape has changed. If so, there are no outputs until the next forward.
+            Whether a shape or dimension has changed. If so, there are no outputs until the next forward.
 
         Raises:
             OrderError: If no inputs are bound.

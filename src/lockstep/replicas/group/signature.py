@@ -82,7 +82,8 @@ class Signature:
         self._check_shapes(bound, [path for path, shape in sample_shapes(bound).items() if shape != old.get(path)])
         # After all checks, so that an error changes nothing.
         self.bound, self._batch_dim = bound, dims
-        return [each.shape for each in bound.tensors] != [each.shape for each in before.tensors]
+        shapes = [[each.shape for each in inputs.tensors] for inputs in (before, bound)]
+        return shapes[0] != shapes[1] or before.dims != bound.dims
 
     def _check_shapes(self, bound: Inputs, suspects: Sequence[str]) -> None:
         error = infer_shapes(self._model, bound, self._arguments, training=self._training)[1] if suspects else None
