@@ -62,6 +62,34 @@ No trace shows these differences from the originals, and from other libraries fo
 * If an update is a mean over several shards, backward of each starts with its share of the samples times the loss
   scale. If the loss function returns weights, it starts with the weight times the loss scale instead, divided by the
   smallest power of two that is not below the number of samples of the update, and hooks see gradients at that scale.
+* The main device gets the first part of a batch, and the others follow in order. In Chainer, a main model that is not
+  the first of `models` gets the part of its position.
+* A parameter that two layers share is updated once. Chainer updates it once per link, and also adds the gradients of
+  replicas as often.
+* `concat_examples` returns a list for samples that are lists, as it returns a tuple for tuples. Chainer's joins them in
+  one array.
+* A period in iterations is a whole number. Chainer accepts fractions.
+* `DataParallelTable.backward` runs once per forward, before the weights change. That of Torch7 can be repeated, and
+  uses the current weights.
+* Outputs of a `DataParallelTable` have a row for each sample, or with `table.output_dim = None` one value, which is
+  averaged. All tensors of an input have equally many rows. Torch7 splits and joins tensors of any sizes.
+* Running statistics of a `DataParallelTable` are combined over devices. In Torch7 each replica has its own, and those
+  of the first are saved.
+""",
+    "differences-mxnet-nnabla.md": """## Beside the traces
+
+No trace shows these differences from the originals:
+
+* A loss of MXNet that is one number is taken for a mean over samples: its gradient is the mean over devices, weighted
+  by their samples. If the loss is a sum over samples, this gradient depends on the devices, without an error. Return
+  one loss for each sample instead, and pass `backward` a gradient of ones. The original adds up the gradients of
+  devices.
+* For a loss for each sample, `backward` requires the gradient. That of MXNet's `MakeLoss` is one for each sample.
+* A batch with more arrays than descriptions is refused. MXNet ignores the surplus arrays.
+* In a list with one batch per device, an array without a dimension for samples is the same in all batches. In MXNet,
+  each device has its own.
+* A loss of NNabla's updater has one element. The original starts backward with the loss scale for each element, which
+  is the gradient of their sum: return `loss.sum()`.
 """,
 }
 """What is told at the end of a page without a trace."""

@@ -364,6 +364,51 @@ class TestCorrectedMomentumSGD:
         last.update(parameter)
         assert (last.t, ls.digest(model)) == (3, ls.digest(other))
 
+    def test_an_update_rule_counts_the_updates_of_its_parameter(self) -> None:
+        model, seen = nn.Linear(1, 1), []
+        optimizer = chainer.MomentumSGD(lr=0.5).setup(model)
+        rule = model.weight.update_rule
+        rule.add_hook(lambda rule, _: seen.append(("pre", rule.t)), name="before")
+        rule.add_hook(lambda rule, _: seen.append(("post", rule.t)), name="after", timing="post")
+
+        def update() -> tuple[int, int]:
+            optimizer.update(lambda x: model(x).mean(), torch.ones(2, 1))
+            return rule.t, model.bias.update_rule.t
+
+        assert (rule.t, update()) == (0, (1, 1))
+        rule.enabled = False
+        assert update() == (1, 2)
+        rule.enabled = True
+        assert update() == (2, 3)
+        assert seen == [("pre", 1), ("post", 1), ("pre", 2), ("post", 2)]
+        # An update that is skipped because of an overflow is not counted.
+        optimizer.set_loss_scale(1.0)
+        optimizer.update(lambda x: model(x).mean() * float("inf"), torch.ones(2, 1))
+        assert (rule.t, model.bias.update_rule.t) == (2, 3)
+
+        def fail(*_: object) -> None:
+            raise OSError
+
+        rule.add_hook(fail, name="fail")
+        with pytest.raises(OSError):  # noqa: PT011 - raised above
+            update()
+        assert rule.t == 2
+
+    def test_an_update_rule_continues_to_count_after_a_resume(self) -> None:
+        counts = []
+        state: dict[str, Any] = {}
+        for _ in range(2):
+            model = nn.Linear(1, 1)
+            optimizer = chainer.MomentumSGD(lr=0.5).setup(model)
+            model.bias.update_rule.enabled = False
+            if state:
+                optimizer.serialize(state.setdefault)
+            for _ in range(3):
+                optimizer.update(lambda x, model=model: model(x).mean(), torch.ones(2, 1))
+            counts.append((model.weight.update_rule.t, model.bias.update_rule.t))
+            optimizer.serialize(state.setdefault)
+        assert counts == [(3, 0), (6, 0)]
+
     def test_options_of_a_parameter_are_saved_copied_and_refused(self) -> None:
         model = Classifier()
         optimizer = chainer.MomentumSGD(lr=0.5).setup(model)

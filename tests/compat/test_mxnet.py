@@ -224,6 +224,111 @@ def test_another_batch_size_than_the_bound_one_is_refused(groups: Any) -> None:
             group.forward(batch(size))
 
 
+class Counting:
+    """A metric that records the numbers of samples."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.sizes.append((len(output), len(target)))
+
+
+class Product(nn.Module):
+    """Multiplies the input by the labels where there are some."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return x if y is None else x * y
+
+
+def test_a_new_layout_decides_the_dimension_of_samples(groups: Any) -> None:
+    group = groups(Product(), data_shapes=[DataDesc("x", (4, 2), layout="NC")], output_layouts={"output": "CN"})
+    group.reshape([DataDesc("x", (4, 2), layout="CN")], None)  # equal descriptions, as in MXNet
+    assert group.get_batch_size() == 4
+    with pytest.raises(ValueError, match="must name the inputs that are bound"):
+        group.reshape([DataDesc("y", (3, 6), layout="CN")], None)
+    assert group.get_batch_size() == 4
+    group.reshape([DataDesc("x", (3, 6), layout="CN")], None)
+    x = torch.arange(18.0).reshape(3, 6)
+    group.forward(DataBatch([x]))
+    assert group.get_batch_size() == 6
+    assert [tuple(part.shape) for part in group.get_outputs()[0]] == [(3, 3), (3, 3)]
+    assert torch.equal(group.get_outputs_merged()[0], x)
+    # One batch for each device is joined along the new dimension, too.
+    group.forward([DataBatch([x[:, :3]]), DataBatch([x[:, 3:]])])
+    assert torch.equal(group.get_outputs_merged()[0], x)
+
+
+def test_labels_may_come_and_go_with_a_reshape(groups: Any) -> None:
+    group = groups(Product(), None, [DataDesc("y", (4,))], data_shapes=[DataDesc("x", (4,))])
+    x, y = torch.arange(6.0), torch.full((6,), 2.0)
+    group.reshape([DataDesc("x", (6,))], None)
+    group.forward(DataBatch([x], [y]))
+    assert torch.equal(group.get_outputs_merged()[0], x)
+    group.reshape([DataDesc("x", (6,))], [DataDesc("y", (6,))])
+    group.forward(DataBatch([x], [y]))
+    assert torch.equal(group.get_outputs_merged()[0], x * y)
+    with pytest.raises(ValueError, match="`labels` must name the inputs that are bound"):
+        group.reshape([DataDesc("x", (4,))], [DataDesc("z", (4,))])
+
+
+def test_an_array_without_samples_is_the_same_for_every_device(groups: Any) -> None:
+    group = groups(Product(), data_shapes=[DataDesc("x", (4, 1)), DataDesc("y", (1,), layout="C")])
+    x, one, two = torch.ones(2, 1), torch.ones(1), torch.full((1,), 2.0)
+    group.forward([DataBatch([x, two]), DataBatch([x, two.clone()])])
+    assert torch.equal(group.get_outputs_merged()[0], torch.full((4, 1), 2.0))
+    with pytest.raises(ValueError, match=r"`data_batch` must hold the same 'y' for every device"):
+        group.forward([DataBatch([x, one]), DataBatch([x, two])])
+
+
+@pytest.mark.parametrize("grad_req", ["add", ["write"] * 5, {"data": "write", "fc1.bias": "add"}])
+def test_inference_ignores_gradient_modes(groups: Any, grad_req: Any) -> None:
+    groups(for_training=False, grad_req=grad_req).forward(batch())
+    with pytest.raises(ValueError, match="`inputs_need_grad` must be False if `for_training` is"):
+        groups(for_training=False, grad_req=grad_req, inputs_need_grad=True)
+
+
+def test_the_parameters_of_param_names_are_copied(groups: Any) -> None:
+    model = Mlp()
+    target = torch.zeros_like(model.fc2.bias)
+    groups(model, param_names=["fc2.bias"]).get_params({"fc2.bias": target}, {"seen": torch.ones(())})
+    assert torch.equal(target, model.fc2.bias)
+
+
+def test_no_gradients_of_outputs_are_those_of_a_loss(groups: Any) -> None:
+    model = Mlp()
+    group = groups(model, None, LABEL)
+    group.forward(batch(labels=True))
+    group.backward([])
+    gradient = model.fc1.weight.grad.clone()
+    group.backward()
+    assert torch.equal(model.fc1.weight.grad, gradient)
+
+
+def test_a_sum_over_samples_is_the_gradient_of_ones(groups: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = Scaled()
+    group = groups(model, [2, 1], data_shapes=[DataDesc("x", (6,))])
+    group.forward(DataBatch([torch.arange(6.0)]))
+    group.backward(torch.ones(6))
+    assert model.weight.grad == 15
+
+
+def test_a_metric_gets_a_label_without_samples_whole(groups: Any) -> None:
+    counting = Counting()
+    group = groups(Product(), None, [DataDesc("y", (3,), layout="C")], data_shapes=[DataDesc("x", (4, 3))])
+    group.forward(DataBatch([torch.ones(4, 3)], [torch.ones(3)]))
+    group.update_metric(counting, [torch.ones(3)])
+    assert counting.sizes == [(2, 3), (2, 3)]
+
+
 def test_two_groups_share_memory_and_not_outputs(groups: Any) -> None:
     first, second = Mlp(), Mlp()
     main = groups(first)
@@ -266,13 +371,6 @@ def test_layouts_say_where_samples_are(groups: Any) -> None:
 
 
 def test_a_metric_is_updated_once_a_device_and_passes_over_padding(groups: Any) -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.sizes: list[tuple[int, int]] = []
-
-        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-            self.sizes.append((len(output), len(target)))
-
     counting, given = Counting(), batch(pad=1)
     group = groups(workload=[1, 2])
     group.forward(given)
@@ -343,6 +441,18 @@ def test_descriptions_are_equal_by_name_and_shape() -> None:
     assert one != DataDesc("data", (6, 4))
     assert hash(one) == hash(DataDesc("data", (6, 5), layout=None))
     assert pickle.loads(pickle.dumps(DataDesc("x", (1, 2), layout="TN"))).batch_axis == 1  # noqa: S301 - our own
+
+
+def test_a_description_is_a_pair_of_a_name_and_a_shape() -> None:
+    one = DataDesc("data", (6, 5), torch.float16)
+    name, shape = one
+    assert (name, shape) == one == ("data", (6, 5))
+    assert (one[1], dict([one]), one._fields) == ((6, 5), {"data": (6, 5)}, ("name", "shape"))
+    assert str(one) == "DataDesc[data,(6, 5),torch.float16,NCHW]"
+    assert copy.deepcopy(one).dtype == torch.float16
+    (listed,) = DataDesc.get_list([("data", (6, 5))], [("data", torch.float16)])
+    assert (listed, listed.dtype) == (one, torch.float16)
+    assert DataDesc.get_list([("data", (6, 5))], None)[0].dtype == torch.float32
 
 
 def test_a_batch_holds_what_is_given() -> None:

@@ -196,6 +196,21 @@ def test_a_fraction_of_the_interval_counts_for_nothing(interval: float, whole: i
         assert fractional == plain
 
 
+def test_an_overflow_sets_the_counter_to_zero_with_any_interval() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    factors = iter([float("inf")] * 101 + [1.0] * 6)
+    solver = torch.optim.SGD([weight], lr=0.0)
+    updater = DynamicLossScalingUpdater(solver, lambda: (next(factors) * weight).sum(), scale=2.0**104, N=-1)  # noqa: PLW0108
+    assert not updater.update()
+    assert updater.state_dict() == {"scale": 8.0, "counter": 0}
+    updater.N = 1
+    scales = []
+    for _ in range(6):
+        updater.update()
+        scales.append(updater.scale)
+    assert scales == [8.0, 8.0, 16.0, 16.0, 32.0, 32.0]
+
+
 def test_an_interval_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match="`interval` must be finite"):
         Training(N=float("inf"))

@@ -217,6 +217,18 @@ def test_what_torch7_refuses(tables: Any, call: Any, error: type[Exception], mes
         call(tables())
 
 
+def test_one_value_for_each_device_is_averaged_where_you_say_so(tables: Any) -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean().reshape(1)
+
+    table, x = tables(Mean()), torch.arange(3.0).reshape(3, 1)
+    with pytest.raises(ValueError, match=r"`table\.output_dim` in lockstep\.compat\.torch7"):
+        table.forward(x)
+    table.table.output_dim = None
+    assert table.forward(x).item() == 1.0
+
+
 def test_a_number_is_that_of_a_gpu() -> None:
     if torch.cuda.is_available():
         assert torch7.GPU(nn.Linear(1, 1), 1).device == torch.device("cuda", 0)

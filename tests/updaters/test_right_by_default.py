@@ -102,6 +102,12 @@ def test_chainers_iterator_fills_the_last_batch_up_and_shuffles() -> None:
     assert chainer.SerialIterator(range(5), 2).shuffle
     once = chainer.SerialIterator(range(5), 2, False, False)
     assert [list(batch) for batch in once] == [[0, 1], [2, 3], [4]]
+    with chainer.SerialIterator(range(5), 2) as first, chainer.SerialIterator(range(5), 2) as second:
+        first.next()
+        state: dict[str, Any] = {}
+        first.serialize(state.setdefault)
+        second.serialize(state.setdefault)
+        assert list(first.next()) == list(second.next())
 
 
 def test_bits_that_depend_on_the_number_of_devices_are_warned_of() -> None:

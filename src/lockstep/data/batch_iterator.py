@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from inspect import signature
 from itertools import chain, count
-from typing import Any, Final, TypeAlias, final, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
@@ -25,7 +25,6 @@ from lockstep.state import check_keys
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
 
-@final
 class BatchIterator(Iterator):
     """Iterates over batches of a dataset, in an order that depends only on the seed.
 

@@ -339,6 +339,22 @@ def test_bound_inputs_and_reshape() -> None:
         assert group.input_grads()[0].shape == (5, 5)
 
 
+def test_reshape_moves_the_dimension_of_samples_and_leaves_labels_out() -> None:
+    with bound() as group:
+        with pytest.raises(TypeError, match="`batch_dim` must be an integer"):
+            group.reshape(data=[("x", (5, 6))], batch_dim="x")  # type: ignore[arg-type]  # that is what is tested
+        with pytest.raises(ValueError, match="as many samples"):
+            group.reshape(data=[("x", (5, 4))], labels=[("y", (5, 5))], batch_dim=1)
+        assert group.batch_size == 6
+        assert group.reshape(data=[("x", (5, 4))], batch_dim={"x": 1})
+        assert (group.batch_size, group.slices) == (4, [slice(0, 2), slice(2, 4)])
+        assert group.reshape(data=[("x", (5, 6))], labels=[("y", (6, 5))], batch_dim={"x": 1, "y": 0})
+        assert group.batch_size == 6
+        assert group.reshape(data=[("x", (5, 6))], batch_dim=1)
+        assert group.reshape(data=[("x", (5, 6))], batch_dim=0)
+        assert (group.batch_size, group.reshape(data=[("x", (5, 6))])) == (5, False)
+
+
 def test_reshape_keeps_parameters_and_gradients() -> None:
     model = nn.Linear(5, 4)
     with ls.ReplicaGroup(model, TWO, grad_mode="add") as group:

@@ -23,6 +23,21 @@ Serializer: TypeAlias = Callable[[str, Any], Any]
 ``state.setdefault`` of a dict is such a function: with an empty dict it saves, with a filled one it loads."""
 
 
+def serialize(owner: Any, key: str, serializer: Serializer) -> None:
+    """Save or load the state of an object that has ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        owner: The object.
+        key: The key for the serializer.
+        serializer: A `Serializer`.
+    """
+    state = owner.state_dict()
+    loaded = serializer(key, state)
+    # When saving, a serializer returns the object that it was given.
+    if loaded is not state:
+        owner.load_state_dict(loaded)
+
+
 class GradientMethod(optim.HookedOptimizer):
     """The methods that Chainer's optimizers have in addition to those of the core: `setup`, `target` and others.
 
@@ -172,11 +187,7 @@ class GradientMethod(optim.HookedOptimizer):
         Raises:
             StateError: If the loaded state does not fit.
         """
-        state = self.state_dict()
-        loaded = serializer("optimizer", state)
-        # When saving, a serializer returns the object that it was given.
-        if loaded is not state:
-            self.load_state_dict(loaded)
+        serialize(self, "optimizer", serializer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "target": self.target, "rules": self.rules}
@@ -238,9 +249,6 @@ class UpdateRule:
     Args:
         optimizer: The optimizer, whose options are read at each update.
         param: The parameter that the rule belongs to; None for a rule of any.
-
-    Attributes:
-        t: The number of calls of `update`.
     """
 
     def __init__(self, optimizer: GradientMethod, param: Tensor | None = None) -> None:
@@ -248,8 +256,19 @@ class UpdateRule:
         self.param = param
         self.own: set[str] = set()
         """The names of the options that were set here."""
-        self.t = 0
         self._enabled = True
+        self._offset = 0
+        self.in_pre_hook = False
+        """Whether a hook of timing "pre" is called now."""
+
+    @property
+    def t(self) -> int:
+        """The number of updates of the parameter, which in a hook of timing "pre" includes the current one.
+
+        Updates in which the rule is disabled are not counted; a resume after it was enabled again counts them.
+        """
+        counted = self.enabled and self.param is not None
+        return self._offset + counted * (self.optimizer.t + self.in_pre_hook)
 
     @property
     def hyperparam(self) -> Hyperparameter:
@@ -263,9 +282,11 @@ class UpdateRule:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
-        self._enabled = enabled
         if self.param is not None:
             self.set_option("frozen", not enabled)
+            # The optimizer's count is added while the rule is enabled, see `t`.
+            self._offset += self.optimizer.t * (self._enabled - enabled)
+        self._enabled = enabled
 
     def update(self, param: Tensor) -> None:
         """Update one parameter from its gradient, without hooks.
@@ -274,7 +295,7 @@ class UpdateRule:
             param: A parameter of the optimizer.
         """
         if self.enabled:
-            self.t += 1
+            self._offset += 1
             self.optimizer.part([{**self.group(param), "params": [param]}]).advance()
 
     def group(self, param: Tensor | None = None) -> dict[str, Any]:
@@ -312,7 +333,7 @@ class UpdateRule:
             timing: When to call it: "pre", "post" or "auto".
         """
         index = self.own_group()
-        self.optimizer.add_hook(_PerParameterHook(hook, self), name, timing, group=index)
+        self.optimizer.add_hook(_PerParameterHook(hook, self, timing), name, timing, group=index)
 
     def remove_hook(self, name: str) -> None:
         """Remove a hook of the parameter.
@@ -364,14 +385,21 @@ class _PerParameterHook:
 
     per_parameter = True
 
-    def __init__(self, hook: Any, rule: UpdateRule | None = None) -> None:
+    def __init__(self, hook: Any, rule: UpdateRule | None = None, timing: str = "auto") -> None:
         self.hook = hook
         self.rule = rule
         self.name = getattr(hook, "name", None) or getattr(hook, "__name__", None)
-        self.timing = getattr(hook, "timing", "pre")
+        self.timing = getattr(hook, "timing", "pre") if timing == "auto" else timing
 
     def __call__(self, optimizer: optim.HookedOptimizer, parameter: Tensor) -> None:
-        self.hook(optimizer if self.rule is None else self.rule, parameter)
+        if self.rule is None:
+            self.hook(optimizer, parameter)
+            return
+        self.rule.in_pre_hook = self.timing == "pre"
+        try:
+            self.hook(self.rule, parameter)
+        finally:
+            self.rule.in_pre_hook = False
 
 
 def _adapt_hook(hook: Callable[..., object]) -> Callable[..., object]:

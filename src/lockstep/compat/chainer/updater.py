@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep import updaters
 from lockstep.arguments import look_up
-from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
+from lockstep.compat.chainer.optimizers import GradientMethod, Serializer, serialize
 from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
@@ -117,14 +117,8 @@ def concat_examples(batch: Any, device: Any = None, padding: Any = None) -> Any:
     return collate(batch, device, padding=padding)
 
 
-def SerialIterator(  # noqa: N802 - Chainer's name
-    dataset: MapDataset,
-    batch_size: int,
-    repeat: bool = True,
-    shuffle: bool | None = None,
-    order_sampler: OrderSampler | None = None,
-) -> BatchIterator:
-    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is completed from the next epoch.
+class SerialIterator(BatchIterator):
+    """A `lockstep.BatchIterator` with Chainer's arguments, whose last batch is completed from the next epoch.
 
     Args:
         dataset: The dataset, with ``len()`` and ``[index]``.
@@ -138,11 +132,43 @@ def SerialIterator(  # noqa: N802 - Chainer's name
         ValueError: As `lockstep.BatchIterator`.
 
     References: Chainer 7.8.1, ``chainer.iterators.SerialIterator``.
+
+    >>> with SerialIterator("abc", 2, shuffle=False) as batches:
+    ...     list(batches.next()), list(batches.next())
+    (['a', 'b'], ['c', 'a'])
     """
-    shuffled = order_sampler is None if shuffle is None else shuffle
-    return BatchIterator(
-        dataset, batch_size, repeat=repeat, shuffle=shuffled, order_sampler=order_sampler, last_batch="wrap"
-    )
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        batch_size: int,
+        repeat: bool = True,
+        shuffle: bool | None = None,
+        order_sampler: OrderSampler | None = None,
+    ) -> None:
+        shuffled = order_sampler is None if shuffle is None else shuffle
+        super().__init__(
+            dataset, batch_size, repeat=repeat, shuffle=shuffled, order_sampler=order_sampler, last_batch="wrap"
+        )
+
+    next = BatchIterator.__next__
+
+    def __enter__(self) -> SerialIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finalize()
+
+    def serialize(self, serializer: Serializer) -> None:
+        """Save or load the position, see `ParallelUpdater.serialize`.
+
+        Args:
+            serializer: A `Serializer`, which is called with the key "iterator".
+
+        Raises:
+            StateError: If the loaded state does not fit.
+        """
+        serialize(self, "iterator", serializer)
 
 
 class ParallelUpdater(updaters.ParallelUpdater):
@@ -242,11 +268,7 @@ class ParallelUpdater(updaters.ParallelUpdater):
         Raises:
             StateError: If the loaded state does not fit; nothing has changed then.
         """
-        state = self.state_dict()
-        loaded = serializer("updater", state)
-        # When saving, a serializer returns the object that it was given.
-        if loaded is not state:
-            self.load_state_dict(loaded)
+        serialize(self, "updater", serializer)
 
 
 def _replicas(

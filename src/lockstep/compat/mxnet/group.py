@@ -6,9 +6,9 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +17,16 @@ from lockstep import nest
 from lockstep.metrics import Metric
 from lockstep.replicas import Monitor, ReplicaGroup
 
+Self = TypeVar("Self", bound="DataDesc")
 
-@dataclass(frozen=True)
-class DataDesc:
-    """The name, the shape, the dtype and the layout of an input.
+
+class _NameAndShape(NamedTuple):
+    name: str
+    shape: Sequence[int]
+
+
+class DataDesc(_NameAndShape):
+    """The name and the shape of an input, as a pair, with a dtype and a layout.
 
     Two descriptions are equal if their names and shapes are.
 
@@ -34,13 +40,23 @@ class DataDesc:
     1
     """
 
-    name: str
-    shape: Sequence[int]
-    dtype: torch.dtype = field(default=torch.float32, compare=False)
-    layout: str | None = field(default="NCHW", compare=False)
+    dtype: torch.dtype
+    layout: str | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+    def __new__(
+        cls: type[Self],
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        layout: str | None = "NCHW",
+    ) -> Self:
+        """Return a pair with two attributes."""
+        pair = super().__new__(cls, name, tuple(shape))
+        pair.dtype, pair.layout = dtype, layout
+        return pair
+
+    def __repr__(self) -> str:
+        return f"DataDesc[{self.name},{self.shape},{self.dtype},{self.layout}]"
 
     @property
     def batch_axis(self) -> int | None:
@@ -62,6 +78,19 @@ class DataDesc:
         """
         return 0 if layout is None else layout.find("N")
 
+    @staticmethod
+    def get_list(
+        shapes: Sequence[tuple[str, Sequence[int]]], types: Sequence[tuple[str, torch.dtype]] | None
+    ) -> list[DataDesc]:
+        """Return descriptions of pairs of a name and a shape.
+
+        Args:
+            shapes: The names and shapes.
+            types: The names and dtypes; None for float32.
+        """
+        dtypes = dict(types or [(name, torch.float32) for name, _ in shapes])
+        return [DataDesc(name, shape, dtypes[name]) for name, shape in shapes]
+
 
 Description: TypeAlias = "DataDesc | tuple[str, Sequence[int]]"
 
@@ -71,9 +100,9 @@ def parse_descriptions(descriptions: Sequence[Description] | None) -> list[DataD
     return [each if isinstance(each, DataDesc) else DataDesc(*each) for each in descriptions or ()]
 
 
-def names_and_shapes(descriptions: Sequence[DataDesc]) -> list[tuple[str, Sequence[int]]]:
-    """Return the names and shapes in the form that `lockstep.ReplicaGroup` accepts."""
-    return [(each.name, each.shape) for each in descriptions]
+def batch_axes(descriptions: Sequence[DataDesc]) -> dict[str, int | None]:
+    """Return the dimension of the samples of each input by name, as `lockstep.ReplicaGroup` accepts it."""
+    return {each.name: each.batch_axis for each in descriptions}
 
 
 def described_batch_size(descriptions: Sequence[DataDesc]) -> int | None:
@@ -112,11 +141,19 @@ def merge_batches(batches: Sequence[DataBatch], descriptions: Sequence[DataDesc]
 
     Args:
         batches: The batches, at least one; either all of them have labels or none.
-        descriptions: The descriptions of the data and then of the labels. An array without a dimension for
-            samples is taken from the first device.
+        descriptions: The descriptions of the data and then of the labels.
+
+    Raises:
+        ValueError: If an array without a dimension for samples differs between devices.
     """
     rows = [[*batch.data, *(batch.label or ())] for batch in batches]
     # Not strict, because without labels there are fewer arrays than descriptions.
+    for each, first, *others in zip(descriptions, *rows, strict=False):
+        if each.batch_axis is None and not all(torch.equal(first, part.to(first)) for part in others):
+            raise ValueError(
+                f"`data_batch` must hold the same {each.name!r} for every device, because its layout ({each.layout!r}) "
+                "has no N, got different ones. Repeat each for the samples of its device, along a dimension N."
+            )
     arrays = [
         parts[0] if each.batch_axis is None else torch.cat(parts, each.batch_axis)
         for each, *parts in zip(descriptions, *rows, strict=False)
@@ -261,7 +298,8 @@ class DataParallelExecutorGroup:
 
     Specific to MXNet: a batch is split by `split_input_slice`; the names and shapes of inputs are fixed from the
     start; metrics are updated once per device; names that are missing in `set_params` are ignored. Gradients are
-    those of what the model returns: for a loss that is a mean over samples, those of the mean.
+    those of what the model returns: for a loss that is a mean over samples, those of the mean. For a sum over samples,
+    return one loss per sample and pass `backward` ones: of a single number, the group takes the mean over devices.
 
     Args:
         symbol: The model; it is called with the data and then the labels as positional arguments.
@@ -284,6 +322,7 @@ class DataParallelExecutorGroup:
 
     Attributes:
         core: The `lockstep.ReplicaGroup`, for methods that MXNet does not have.
+        param_names: The names of the parameters that `get_params` returns.
 
     Raises:
         ValueError: If an argument is out of range, names do not match, or MXNet's rule leaves a device without
@@ -324,21 +363,23 @@ class DataParallelExecutorGroup:
         output_layouts: Mapping[str, str] | None = None,
     ) -> None:
         _check_unsupported(state_names=state_names, group2ctxs=group2ctxs)
+        if inputs_need_grad and not for_training:
+            raise ValueError("`inputs_need_grad` must be False if `for_training` is, got True.")
         self.workload = check_workloads(len(contexts), workload)
         self.logger = logger
         self._data, self._labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
         names = [name for name, _ in symbol.named_parameters()]
-        trained = names if param_names is None else list(param_names)
+        trained = self.param_names = names if param_names is None else list(param_names)
         self.core: ReplicaGroup = ReplicaGroup(
             symbol,
             list(contexts),
             workloads=self._slice_lengths(self._data + self._labels),
-            batch_dim={each.name: each.batch_axis for each in self._data + self._labels},
+            batch_dim=batch_axes(self._data + self._labels),
             output_dim={name: DataDesc.axis_of(layout) for name, layout in (output_layouts or {}).items()},
             training=for_training,
             shared_group=None if shared_group is None else shared_group.core,
             **parse_grad_req(
-                grad_req,
+                grad_req if for_training else "null",
                 data=[each.name for each in self._data],
                 parameters=names,
                 labels=[each.name for each in self._labels],
@@ -374,24 +415,29 @@ class DataParallelExecutorGroup:
             self.reshape(data_shapes, label_shapes)
         else:
             data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
-            self.core.bind(names_and_shapes(data), names_and_shapes(labels))
+            self.core.bind(data, labels)
 
     def reshape(self, data_shapes: Sequence[Description], label_shapes: Sequence[Description] | None) -> None:
-        """Change the shapes of inputs; parameters and gradients are kept.
+        """Change the shapes of inputs and their layouts; parameters and gradients are kept.
+
+        Descriptions that are equal to the previous ones change nothing, even if layouts differ, as in MXNet.
 
         Args:
             data_shapes: The descriptions of the data, with the same names.
-            label_shapes: The descriptions of the labels.
+            label_shapes: The descriptions of the labels, with the same names; None for a model that is called without
+                labels from now on.
 
         Raises:
             ValueError: If shapes do not fit, or MXNet's rule leaves a device without samples; nothing has changed
                 then.
         """
         data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
+        if (data, labels) == (self._data, self._labels):
+            return
         # Computed before the first change, because it raises if a device is left without samples.
         workloads = self._slice_lengths(data + labels)
-        self.core.reshape(names_and_shapes(data), names_and_shapes(labels))
-        self.core.workloads = workloads
+        self.core.reshape(data, labels, batch_dim=batch_axes(data + labels))
+        self.core.workloads, self._data, self._labels = workloads, data, labels
 
     def forward(self, data_batch: DataBatch | Sequence[DataBatch], is_train: bool | None = None) -> None:
         """Split a batch and run forward on each device.
@@ -415,7 +461,7 @@ class DataParallelExecutorGroup:
         """Run backward on all devices; it can be called several times per forward.
 
         Args:
-            out_grads: The gradient of each merged output; not required if the model returns a loss.
+            out_grads: The gradient of each merged output; None or an empty list if the model returns a loss.
 
         Raises:
             OrderError: If the group is not for training, or there was no forward.
@@ -423,10 +469,10 @@ class DataParallelExecutorGroup:
         """
         grads = [out_grads] if isinstance(out_grads, torch.Tensor) else list(out_grads or ())
         count = len(self.core.output_shapes())
-        if out_grads is not None and len(grads) != count:
+        if grads and len(grads) != count:
             raise ValueError(f"`out_grads` must hold one gradient per output ({count}), got {len(grads)}.")
         remaining = iter(grads)
-        nested = None if out_grads is None else nest.map_tensors(lambda _: next(remaining), self._outputs)
+        nested = nest.map_tensors(lambda _: next(remaining), self._outputs) if grads else None
         # MXNet keeps the graph, so that backward can run again with other gradients.
         self.core.backward(nested, retain_graph=True)
 
@@ -459,7 +505,8 @@ class DataParallelExecutorGroup:
         """Copy parameters and buffers to existing tensors.
 
         Args:
-            arg_params: The tensors by the names of parameters, changed in place; other names are ignored.
+            arg_params: The tensors by the names of parameters, those of `param_names`, changed in place; other names
+                are ignored.
             aux_params: The tensors by the names of buffers, changed in place; other names are ignored.
 
         Raises:
@@ -467,7 +514,9 @@ class DataParallelExecutorGroup:
         """
         # All tensors are found before the first is written, so that a missing name changes nothing.
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensors, values in zip((arg_params, aux_params), self.core.get_parameters(), strict=True):
+        parameters, buffers = self.core.get_parameters()
+        wanted = {name: value for name, value in parameters.items() if name in self.param_names}
+        for tensors, values in ((arg_params, wanted), (aux_params, buffers)):
             targets += [(tensors[name], value) for name, value in values.items()]
         for target, value in targets:
             target.copy_(value)

@@ -170,7 +170,7 @@ class DynamicLossScalingUpdater:
             scaler.step(self.solver)
         scaler.update()
         after = policy.after(finite=finite)
-        self.scale, self._counter = after.factor, after.finite_updates + 1
+        self.scale, self._counter = after.factor, after.finite_updates + 1 if finite else 0
         return finite
 
     def _exchange(self) -> None:

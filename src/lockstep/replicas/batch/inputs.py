@@ -103,6 +103,7 @@ def read_inputs(
     wanted: Callable[[str, torch.Tensor], bool],
     absent: Collection[str] = (),
     argument: str = "batch",
+    num_samples: int | None = None,
 ) -> Inputs:
     """Collect the inputs of a call, the dimension of each that counts samples, and the number of samples.
 
@@ -114,6 +115,7 @@ def read_inputs(
         wanted: A function that returns for the path of an input, and the input, whether a gradient is wanted.
         absent: Paths that `batch_dim` may name although they do not occur in this call.
         argument: The name of the batch in error messages.
+        num_samples: The number of samples if no input is split, or None if one must be.
 
     Raises:
         ValueError: If no input is split, an input lacks its dimension, two inputs differ in length, there is no sample,
@@ -124,7 +126,8 @@ def read_inputs(
         paths.append(path)
         tensors.append(tensor)
     dims = positive_dims(batch_dim, paths, tensors, "batch_dim", absent=absent)
-    num_samples = count_samples(paths, tensors, dims, argument)
+    if num_samples is None or set(dims) != {None}:
+        num_samples = count_samples(paths, tensors, dims, argument)
     wants_gradient = list(map(wanted, paths, tensors))
     return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, wants_gradient, num_samples)
 

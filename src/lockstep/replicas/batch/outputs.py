@@ -225,7 +225,8 @@ def _check_samples(outputs: Outputs, result: ShardForward) -> None:
         if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != wanted):
             raise ValueError(
                 f"`{name}` must hold the samples of its shard ({wanted}) along dimension {dim}, got shape "
-                f"{shape}. Specify its dimension in `output_dim`, or None for one value for all samples."
+                f"{shape}. Specify its dimension in `output_dim`, or None for one value for all samples "
+                "(`output_layouts` in lockstep.compat.mxnet, `table.output_dim` in lockstep.compat.torch7)."
             )
 
 

@@ -30,7 +30,7 @@ def bound_inputs(
         data: The descriptions of the inputs.
         labels: The descriptions of the labels, or None.
         batch_dim: The dimension that counts samples, for all inputs or by name.
-        before: The inputs that are bound so far, of which only shapes may change, or None.
+        before: The inputs that are bound so far, of which only shapes may change and labels may come or go, or None.
 
     Raises:
         TypeError: If a description is not a pair of a name and a shape.
@@ -130,9 +130,10 @@ def _check_only_shapes_change(before: Inputs, found: Sequence[tuple[str, torch.T
     names = [path for path, _ in found]
     kinds = zip(("data", "labels"), data_and_labels(before), (names[:num_data], names[num_data:]), strict=True)
     for argument, old, new in kinds:
-        if old != new:
+        # Labels may be left out of a call, and therefore of a description.
+        if old != new and (argument == "data" or (old and new)):
             raise ValueError(f"`{argument}` must name the inputs that are bound, {old}, got {new}.")
-    for (path, tensor), bound in zip(found, before.tensors, strict=True):
+    for (path, tensor), bound in zip(found, before.tensors, strict=False):
         if tensor.dim() != bound.dim():
             raise ValueError(
                 f"`{path}` must keep its number of dimensions ({bound.dim()}), got shape {tuple(tensor.shape)}."

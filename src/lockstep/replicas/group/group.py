@@ -200,21 +200,30 @@ class ReplicaGroup(ReplicaSet):
         """
         self._signature.bind(data, labels)
 
-    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> bool:
+    def reshape(
+        self,
+        data: Sequence[Description],
+        labels: Sequence[Description] | None = None,
+        *,
+        batch_dim: BatchDim | Literal["same"] = "same",
+    ) -> bool:
         """Change the shapes of bound inputs. Parameters and gradients are not changed.
 
         Args:
             data: The name and shape of each input, with the names and numbers of dimensions of `bind`.
-            labels: The name and shape of each label, in the same way.
+            labels: The name and shape of each label, in the same way; None if calls have no labels from now on.
+            batch_dim: The dimension that counts samples from now on, as in the constructor; the same by default.
 
         Returns:
-            Whether a shape has changed. If so, there are no outputs until the next forward.
+            Whether a shape or dimension has changed. If so, there are no outputs until the next forward.
 
         Raises:
             OrderError: If no inputs are bound.
             ValueError: As in `bind`, or if names or numbers of dimensions differ. Nothing has changed in that case.
         """
-        changed = self._signature.reshape(data, labels)
+        if batch_dim != "same":
+            check_dims(batch_dim, "batch_dim")
+        changed = self._signature.reshape(data, labels, batch_dim)
         if changed:
             self._drop_forward()
         return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -63,22 +63,27 @@ class Signature:
         self._check_shapes(bound, bound.names)
         self.bound = bound
 
-    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
+    def reshape(
+        self, data: Sequence[Description], labels: Sequence[Description] | None, batch_dim: BatchDim | Literal["same"]
+    ) -> bool:
         """Change shapes, as `ReplicaGroup.reshape` describes, and return whether one of them has changed.
 
         Args:
             data: The name and shape of each input.
             labels: The name and shape of each label, or None.
+            batch_dim: The dimension that counts samples, or ``"same"`` for the previous one.
         """
         before = self.bound
         if before is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
-        bound = bound_inputs(data, labels, self._batch_dim, before)
+        dims = self._batch_dim if batch_dim == "same" else batch_dim
+        bound = bound_inputs(data, labels, dims, before)
         old = sample_shapes(before)
-        self._check_shapes(bound, [path for path, shape in sample_shapes(bound).items() if shape != old[path]])
+        self._check_shapes(bound, [path for path, shape in sample_shapes(bound).items() if shape != old.get(path)])
         # After all checks, so that an error changes nothing.
-        self.bound = bound
-        return [each.shape for each in bound.tensors] != [each.shape for each in before.tensors]
+        self.bound, self._batch_dim = bound, dims
+        shapes = [[each.shape for each in inputs.tensors] for inputs in (before, bound)]
+        return shapes[0] != shapes[1] or before.dims != bound.dims
 
     def _check_shapes(self, bound: Inputs, suspects: Sequence[str]) -> None:
         error = infer_shapes(self._model, bound, self._arguments, training=self._training)[1] if suspects else None
@@ -150,6 +155,7 @@ class Signature:
             wanted=lambda *_: False,
             absent=[] if self.bound is None else self.bound.names,
             argument="labels",
+            num_samples=num_samples,
         )
         if read.num_samples != num_samples:
             raise ValueError(f"`labels` must be for the {num_samples} samples of the forward, got {read.num_samples}.")
