@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -334,3 +335,63 @@ def test_the_older_argument_for_no_reduction() -> None:
 def test_a_wrapped_module_is_that_module(wrapped: Callable[[nn.Module], Any], reduction: str) -> None:
     criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction=reduction)
     assert_same(trained(ls.supervised(wrapped(criterion)), 3), plain(lambda net: criterion(net(X), Y)))
+
+
+def of_samples(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.stack(
+        [functional.cross_entropy(net(one[None]), each[None]) for one, each in zip(x, y, strict=True)]
+    ).mean()
+
+
+NO_MEANS: dict[str, tuple[Any, str]] = {
+    "reduction": (lambda net, x, y: functional.cross_entropy(net(x), y, reduction="sum"), "a sum"),
+    "squares": (lambda net, x, _: net(x).square().sum(), "a sum"),
+    "absolute": (lambda net, x, _: functional.l1_loss(net(x), net(x) + 1, reduction="sum"), "a sum"),
+    "several dimensions": (lambda net, x, _: -net(x).sum((0, 1)), "a sum"),
+    "root": (lambda net, x, _: net(x).square().mean().sqrt(), "a root"),
+    "norm": (lambda net, x, _: net(x).norm(), "a root"),
+    "classes": (lambda net, x, y: functional.cross_entropy(net(x), y, weight=CLASS_WEIGHTS), "a mean weighted"),
+    "ignored": (lambda net, x, y: functional.cross_entropy(net(x), y, ignore_index=0), "a mean weighted"),
+}
+MEANS: dict[str, Any] = {
+    "mean": lambda net, x, y: functional.cross_entropy(net(x), y),
+    "means of columns": lambda net, x, _: net(x).square().mean(0).sum(),
+    "as many tasks as samples": lambda net, x, _: torch.stack([net(x).square().mean()] * 3).sum(),
+    "samples": of_samples,
+    "divided": lambda net, x, y: functional.cross_entropy(net(x), y, reduction="sum") / len(x),
+    "sum of a criterion": ls.supervised(partial(functional.cross_entropy, reduction="sum")),
+    "classes of a criterion": ls.supervised(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
+    "weight": lambda net, x, y: ls.Loss(functional.cross_entropy(net(x), y, ignore_index=0), weight=(y != 0).sum()),
+}
+
+
+def said_by(loss_fn: Any, num_shards: int, num_devices: int) -> list[str]:
+    net = model()
+    updater = ls.ParallelUpdater(
+        [(X, Y)],
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net,
+        devices=["cpu"] * num_devices,
+        num_shards=num_shards,
+        loss_fn=loss_fn,
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            updater.update()
+    updater.finalize()
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("case", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_warned_of_once(case: str, num_devices: int) -> None:
+    loss_fn, what = NO_MEANS[case]
+    (said,) = said_by(loss_fn, 4, num_devices)
+    assert f"but returns {what}" in said
+    assert said_by(loss_fn, 1, 1) == []
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_a_mean_raises_no_alarm(case: str) -> None:
+    assert said_by(MEANS[case], 4, 2) == []

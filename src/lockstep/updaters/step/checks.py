@@ -342,6 +342,14 @@ def check_first_shards(
                 f"more in an audit, got {name} changed from {context.options[name]} to {value}. Change it between "
                 "updates, or pass the scheduler as `scheduler`."
             )
+    for what in sorted(context.no_means - {""}) if context.shard_loss is None else ():
+        warnings.warn(
+            f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
+            "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
+            "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum'. If the "
+            "loss compares samples, use BatchLoss. `lockstep verify` compares the gradients.",
+            stacklevel=4,
+        )
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
     if attempt.share.num_shards > 1:
