@@ -293,6 +293,7 @@ def test_several_optimizers_are_left_out_together() -> None:
     assert found[0][1] == NUM_UPDATES - len(BAD)
 
 
+@pytest.mark.filterwarnings("ignore:The saved state lacks what Counting remembers")
 def test_an_error_of_several_optimizers_takes_back_what_nobody_has_read() -> None:
     models = {name: MLP.model() for name in ("main", "other")}
     optimizers = {name: FUSED["adamw"](model) for name, model in models.items()}

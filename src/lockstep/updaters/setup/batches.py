@@ -408,6 +408,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     if not strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return tensor.clone()
+    if tensor.is_contiguous() and tensor.data_ptr() % CACHE_LINE == 0:
+        # New memory begins at a cache line, too.
+        return tensor.clone()
     span = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     if span > MOST_SPREAD * tensor.numel():
         return tensor.clone()
