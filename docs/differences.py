@@ -81,9 +81,9 @@ No trace shows these differences from the originals, and from other libraries fo
 No trace shows these differences from the originals:
 
 * A loss of MXNet that is one number is taken for a mean over samples: its gradient is the mean over devices, weighted
-  by their samples. If the loss is a sum over samples, this gradient depends on the devices, without an error. Return
-  one loss for each sample instead, and pass `backward` a gradient of ones. The original adds up the gradients of
-  devices.
+  by their samples. If the loss is a sum over samples, this gradient depends on the devices; a warning tells if the last
+  operation of the model is the sum. Return one loss for each sample instead, and pass `backward` a gradient of ones.
+  The original adds up the gradients of devices.
 * For a loss for each sample, `backward` requires the gradient. That of MXNet's `MakeLoss` is one for each sample.
 * A batch with more arrays than descriptions is refused. MXNet ignores the surplus arrays.
 * In a list with one batch per device, an array without a dimension for samples is the same in all batches. In MXNet,

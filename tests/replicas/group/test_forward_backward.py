@@ -5,6 +5,8 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,6 +79,39 @@ def test_a_mean_loss_has_the_gradient_of_one_device(loads: list[float]) -> None:
     torch.testing.assert_close(out["loss"], wanted["loss"].detach(), rtol=1e-12, atol=0)
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+class Reduced(nn.Linear):
+    """Returns a loss of its own."""
+
+    def __init__(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 3)
+        self.reduce = reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reduce(super().forward(x).square())
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("reduce", "what"),
+    [
+        (torch.sum, "a sum"),
+        (lambda each: each.mean().sqrt(), "a root"),
+        (torch.mean, ""),
+        (lambda each: each.mean(0).sum(), ""),
+    ],
+)
+def test_a_loss_that_is_no_mean_is_warned_of_once(devices: int, reduce: Any, what: str) -> None:
+    group = ls.ReplicaGroup(Reduced(reduce), ["cpu"] * devices)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            group.forward(batch())
+            group.backward()
+    group.close()
+    assert len(said) == (devices > 1 and bool(what))
+    assert all(f"it returns {what}" in str(each.message) for each in said)
 
 
 def test_batches_may_be_dicts() -> None:

@@ -299,7 +299,8 @@ class DataParallelExecutorGroup:
     Specific to MXNet: a batch is split by `split_input_slice`; the names and shapes of inputs are fixed from the
     start; metrics are updated once per device; names that are missing in `set_params` are ignored. Gradients are
     those of what the model returns: for a loss that is a mean over samples, those of the mean. For a sum over samples,
-    return one loss per sample and pass `backward` ones: of a single number, the group takes the mean over devices.
+    return one loss per sample and pass `backward` ones: of a single number, the group takes the mean over devices, and
+    warns if it sees that it is a sum.
 
     Args:
         symbol: The model; it is called with the data and then the labels as positional arguments.

@@ -26,7 +26,7 @@ from lockstep.replicas.batch import (
 )
 from lockstep.replicas.buffers import BufferRules, check_no_computed_buffers, trained_buffers
 from lockstep.replicas.group.bound_inputs import Description
-from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
+from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads, warn_of_no_mean
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
@@ -175,6 +175,7 @@ class ReplicaGroup(ReplicaSet):
         self._input_modes = read_input_modes(input_grads, grad_mode)
         self._forward: Forward | None = None
         self._merged: list[torch.Tensor] = []
+        self._has_checked_loss = False
         self._input_gradients: InputGradients | None = None
         self._modes = read_grad_modes(model, grad_mode, fixed)
         self.frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
@@ -303,6 +304,9 @@ class ReplicaGroup(ReplicaSet):
             raise OrderError("A group created with training=False has no gradients. Create one with training=True.")
         forward = self._forward or self._last_forward()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
+        if output_grads is None and not self._has_checked_loss:
+            self._has_checked_loss = True
+            warn_of_no_mean(forward.outputs, grads)
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
         # An interrupt waits, so that either all gradients are stored or none.
         with CallSigint():

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from lockstep.communicators import Watch
+from lockstep.means import why_no_mean
 from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
@@ -23,7 +24,7 @@ from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, f
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
-from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs, why_no_mean
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
 
