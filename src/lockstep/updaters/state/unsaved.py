@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -74,11 +75,16 @@ def _remembered(optimizer: Optimizer) -> dict[str, Any]:
     """Return what stands for the numbers and tensors in the attributes of an optimizer, by name."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     saved = set(map(id, tensors(list(optimizer.state.values()))))
-    # Those of every optimizer, among them what `state_dict` returns. Not at import: the first optimizer imports much.
-    usual = vars(torch.optim.SGD([torch.zeros(1)]))
-    own = {name: value for name, value in vars(optimizer).items() if name not in usual}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _of_every_optimizer()}
     found = {name: _sign(value, parameters | saved, MOST_LEVELS) for name, value in own.items()}
     return {name: sign for name, sign in found.items() if sign}
+
+
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """Return the attributes of every optimizer, among them what `state_dict` returns."""
+    # Not at import: the first optimizer of a process imports much.
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def _sign(value: Any, known: set[int], levels: int) -> list[Any]:
