@@ -151,6 +151,7 @@ WRONG: dict[str, tuple[Any, Callable[[], nn.Module | None], str, str, str]] = {
 """Losses that are no means over samples: the loss function, the model, and the kind, line and module to be named."""
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean over the samples")
 @pytest.mark.parametrize("case", WRONG)
 def test_a_loss_that_is_no_mean_over_samples_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     loss_fn, model, kind, line, module = WRONG[case]

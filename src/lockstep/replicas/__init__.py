@@ -50,6 +50,7 @@ from lockstep.replicas.passes import (
     foreign_leaves as foreign_leaves,
     move_partials as move_partials,
     refusing_writes as refusing_writes,
+    why_no_mean as why_no_mean,
 )
 from lockstep.replicas.pool import (
     SINGLE_THREAD as SINGLE_THREAD,

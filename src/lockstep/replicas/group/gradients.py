@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.means import why_no_mean
 from lockstep.replicas.batch import GradMode, Outputs, check_grad_mode
-from lockstep.replicas.passes import apply_tensor_hooks
+from lockstep.replicas.passes import apply_tensor_hooks, why_no_mean
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 

@@ -13,6 +13,7 @@ from lockstep.replicas.passes.leaks import (
     check_no_leaked_gradients as check_no_leaked_gradients,
     foreign_leaves as foreign_leaves,
 )
+from lockstep.replicas.passes.means import why_no_mean as why_no_mean
 from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams

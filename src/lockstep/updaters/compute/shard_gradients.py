@@ -15,12 +15,11 @@ import torch
 from torch.nn.utils import parametrize
 
 from lockstep.communicators import Watch
-from lockstep.means import why_no_mean
 from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
+from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves, why_no_mean
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
