@@ -346,8 +346,9 @@ def check_first_shards(
         warnings.warn(
             f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
-            "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum'. If the "
-            "loss compares samples, use BatchLoss. `lockstep verify` compares the gradients.",
+            "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
+            "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
+            "`lockstep verify` compares the gradients.",
             stacklevel=4,
         )
     check_lookups(loss_fn, model)
