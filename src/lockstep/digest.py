@@ -245,6 +245,20 @@ def checksum(tensor: torch.Tensor) -> int:
     return (total + int.from_bytes(tail, "little")) % 2**64
 
 
+def seal(tensor: torch.Tensor | None) -> str:
+    """Return the checksum of the memory of a tensor; of a sparse one that of its indices and that of its values.
+
+    Args:
+        tensor: The tensor; None for one that is absent.
+    """
+    if tensor is None:
+        return "absent"
+    if not tensor.is_sparse:
+        return str(checksum(tensor))
+    # As they are stored: coalescing would change them.
+    return f"{checksum(tensor._indices())} {checksum(tensor._values())}"  # noqa: SLF001 - see above
+
+
 @runtime_checkable
 class _Stateful(Protocol):
     """An object with a state of numbers and tensors, such as a module, an optimizer or a scheduler."""

@@ -395,3 +395,14 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(case: str, num_devices: int) -
 @pytest.mark.parametrize("case", MEANS)
 def test_a_mean_raises_no_alarm(case: str) -> None:
     assert said_by(MEANS[case], 4, 2) == []
+
+
+def test_a_partial_with_an_argument_is_no_bare_module() -> None:
+    class Shifted(nn.Module):
+        reduction = "mean"
+
+        def forward(self, shift: float, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(scores * shift, y)
+
+    criterion = partial(Shifted(), 2.0)
+    assert_same(trained(ls.supervised(criterion), 3), plain(lambda net: criterion(net(X), Y)))

@@ -6,7 +6,6 @@ from lockstep.communicators.communicator import (
     PendingSum as PendingSum,
     SumAudit as SumAudit,
     SumFault as SumFault,
-    seal as seal,
 )
 from lockstep.communicators.comparison import (
     Difference as Difference,

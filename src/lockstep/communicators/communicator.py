@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
-from lockstep.digest import checksum
+from lockstep.digest import seal
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 
@@ -88,20 +88,6 @@ class SumAudit:
         """
         present = (each for part in partials for each in part.tensors if each is not None)
         return any(seal(each) != self._before[id(each)] for each in present)
-
-
-def seal(tensor: torch.Tensor | None) -> str:
-    """Return the checksum of the memory of a tensor; of a sparse one that of its indices and that of its values.
-
-    Args:
-        tensor: The tensor; None for one that is absent.
-    """
-    if tensor is None:
-        return "absent"
-    if not tensor.is_sparse:
-        return str(checksum(tensor))
-    # As they are stored: coalescing would change them.
-    return f"{checksum(tensor._indices())} {checksum(tensor._values())}"  # noqa: SLF001 - see above
 
 
 class PendingSum(ABC):

@@ -225,7 +225,9 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
     # A module, and one that is wrapped without options, are the same criterion.
-    bare = criterion.func if isinstance(criterion, partial) and not criterion.keywords else criterion
+    bare: Any = criterion
+    if isinstance(criterion, partial) and not (criterion.args or criterion.keywords):
+        bare = criterion.func
     owner = getattr(bare, "__self__", None)
     if isinstance(owner, nn.Module) and bare == owner.forward:
         bare = owner

@@ -53,12 +53,12 @@ STATE: Final = "state.pt"
 
 
 def wrap(owner: type | ModuleType, name: str, wrapper: Call) -> None:
-    """Replace a method for the rest of the process.
+    """Replace a method, or a function of a module, for the rest of the process.
 
     Args:
-        owner: The class.
-        name: The name of the method.
-        wrapper: Called with the original method, the object, and the arguments.
+        owner: The class or the module.
+        name: The name of the method or function.
+        wrapper: Called with the original, the object or the first argument, and the other arguments.
     """
     original = getattr(owner, name)
 

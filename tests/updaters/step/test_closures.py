@@ -339,3 +339,13 @@ def test_a_step_that_requires_a_closure_and_does_not_say_so_is_explained() -> No
     with pytest.raises(ValueError, match="got Asserting, whose step was called without a closure and raised Assertion"):
         updater.update()
     assert ls.digest(dict(model.named_parameters())) == before
+
+
+def test_an_error_of_this_library_stays_one() -> None:
+    class Quoting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # noqa: ARG002 - the interface
+            raise ls.LockstepError("Rank 1 raised in a closure.")
+
+    model = network()
+    with pytest.raises(ls.LockstepError, match="Rank 1 raised in a closure"):
+        updater_of(model, Quoting(model.parameters(), lr=0.1)).update()

@@ -34,6 +34,7 @@ _IN_EVERY_PROCESS: Final = (
     "What processes do together, such as lockstep.snapshots.save or trainer.predict, must be called in every process, "
     "and not under `if trainer.is_main:`; rank 0 writes."
 )
+"""What to do where a rank has ended while others wait for it."""
 
 
 class Beat(NamedTuple):

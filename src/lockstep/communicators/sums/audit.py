@@ -23,7 +23,7 @@ from lockstep.digest import checksum
 from lockstep.tree import PartialSum, Tensors
 
 
-class Seals(NamedTuple):
+class SeenSlice(NamedTuple):
     """What a rank has seen of a slice of a sum, as checksums.
 
     Attributes:
@@ -71,16 +71,12 @@ def audited_sum(
     sums = ordered.finish()
     results = _flattened(sums)
     seen = [
-        Seals(*twice, checksum(torch.cat(flat_views(each, results))), added.get(each, ()))
+        SeenSlice(*twice, checksum(torch.cat(flat_views(each, results))), added.get(each, ()))
         for each, twice in zip(segments, again, strict=True)
     ]
-    compare(audit, channel, changed, [(_senders(plan, each), each.owner or 0) for each in segments], seen)
+    slices = [([plan.ranks[node] for node in each.nodes], each.owner or 0) for each in segments]
+    compare(audit, channel, changed, slices, seen)
     return sums
-
-
-def _senders(plan: SumPlan, segment: Segment) -> list[int]:
-    """Return the rank of each term of a segment."""
-    return [plan.ranks[node] for node in segment.nodes]
 
 
 def _flattened(tensors: Tensors) -> FlatTensors:
@@ -121,7 +117,7 @@ def compare(
     channel: Channel,
     changed: bool,
     slices: Sequence[tuple[Sequence[int], int]],
-    seen: Sequence[Seals],
+    seen: Sequence[SeenSlice],
 ) -> None:
     """Compare what all ranks have seen of a sum, from its beginning to its end.
 
@@ -133,12 +129,12 @@ def compare(
         seen: What this rank has seen of each slice.
     """
     rows = [json.loads(each) for each in exchange(channel, json.dumps([changed, seen]).encode())]
-    of_ranks = zip(*([Seals(*each) for each in row] for _, row in rows), strict=True)
+    of_ranks = zip(*([SeenSlice(*each) for each in row] for _, row in rows), strict=True)
     audit.fault = audit.fault or next(_faults([each for each, _ in rows], slices, of_ranks), None)
 
 
 def _faults(
-    changed: Sequence[bool], slices: Sequence[tuple[Sequence[int], int]], seen: Iterable[Sequence[Seals]]
+    changed: Sequence[bool], slices: Sequence[tuple[Sequence[int], int]], seen: Iterable[Sequence[SeenSlice]]
 ) -> Iterator[SumFault]:
     """Yield what is wrong, given what each rank has seen of each slice."""
     for rank, has_changed in enumerate(changed):
@@ -149,7 +145,7 @@ def _faults(
         yield from _faults_of_sums(owner, by_rank)
 
 
-def _faults_of_terms(senders: Sequence[int], seen: Sequence[Seals]) -> Iterator[SumFault]:
+def _faults_of_terms(senders: Sequence[int], seen: Sequence[SeenSlice]) -> Iterator[SumFault]:
     """Yield which ranks had other terms of a slice than the rank that has computed them."""
     for place, sender in enumerate(senders):
         sent = seen[sender].terms[place]
@@ -158,7 +154,7 @@ def _faults_of_terms(senders: Sequence[int], seen: Sequence[Seals]) -> Iterator[
                 yield sender, f"rank {rank} has added another term of rank {sender} than that rank has"
 
 
-def _faults_of_sums(owner: int, seen: Sequence[Seals]) -> Iterator[SumFault]:
+def _faults_of_sums(owner: int, seen: Sequence[SeenSlice]) -> Iterator[SumFault]:
     """Yield which ranks have another sum of a slice than the rest."""
     sums, results = [each.again for each in seen], [each.result for each in seen]
     # Each rank has added up all terms, and the owner has done so twice.
@@ -168,4 +164,4 @@ def _faults_of_sums(owner: int, seen: Sequence[Seals]) -> Iterator[SumFault]:
             yield rank, f"rank {rank} has added the same terms to another sum than the rest"
     for rank, each in enumerate(results):
         if each != right:
-            yield rank, f"rank {rank} holds another sum than rank {owner} has sent"
+            yield rank, f"rank {rank} holds another sum than the rest"

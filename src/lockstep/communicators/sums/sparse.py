@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from lockstep.communicators.communicator import Contribution, SumAudit, seal
-from lockstep.communicators.sums.audit import Seals, compare
+from lockstep.communicators.communicator import Contribution, SumAudit
+from lockstep.communicators.sums.audit import SeenSlice, compare
 from lockstep.communicators.transport import Channel, broadcast, exchange
+from lockstep.digest import seal
 from lockstep.tree import PartialSum, Tensors, total
 
 
@@ -78,8 +79,8 @@ def sum_sparse(
     seals = [[seal(terms[node].tensors[at]) for node in each] for at, each in enumerate(nodes)]
     copies = [PartialSum(each.shard, [None if one is None else one.clone() for one in each.tensors]) for each in terms]
     again, sums = total(copies), total(terms)
-    seen = [Seals(*each) for each in zip(seals, map(seal, again), map(seal, sums), strict=True)]
-    # Every rank has added all terms itself, so no rank is the only one to have added them.
+    seen = [SeenSlice(*each) for each in zip(seals, map(seal, again), map(seal, sums), strict=True)]
+    # Every rank has added all terms, so that any of them may count as the owner.
     compare(audit, channel, changed, [([ranks[node] for node in each], 0) for each in nodes], seen)
     return sums
 

@@ -30,6 +30,7 @@ from lockstep.updaters.setup import Recipe
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The modules that a `LightningModule` may come from; neither is imported here."""
 LIBRARIES: Final = ("builtins", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
+"""Packages whose own methods may read anything."""
 OF_TRAINERS: Final = frozenset({"global_step", "current_epoch"})
 """The attributes of a `LightningModule` that are 0 without a Lightning Trainer."""
 

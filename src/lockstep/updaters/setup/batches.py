@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
@@ -149,6 +149,7 @@ class ListRule:
         self._dims = dims_by_name(_by_name(batch_dim)) if isinstance(batch_dim, Mapping) else {}
         self._whole: set[str] = set()
         self._warned: set[str] = set()
+        self._has_warned_of_list = False
         self._cut: dict[str, tuple[Any, int]] = {}
 
     def counts(self, name: str, value: Any, size: int, first: torch.Tensor) -> bool:
@@ -196,7 +197,7 @@ class ListRule:
         self._cut[name] = value, id(first)
         return True
 
-    def check_tensors(self, parts: Sequence[Any], size: int) -> None:
+    def check_tensors(self, parts: Iterable[Any], size: int) -> None:
         """Warn once of a list of tensors that may have one tensor per sample, because it has as many as samples.
 
         Args:
@@ -204,8 +205,9 @@ class ListRule:
             size: The number of samples in the batch.
         """
         for part in parts:
-            if type(part) is list and len(part) == size > PAIR and "" not in self._warned:
-                self._warned.add("")
+            is_alike = type(part) is list and len(part) == size > PAIR
+            if is_alike and not self._has_warned_of_list and nest.has_tensor(part):
+                self._has_warned_of_list = True
                 warnings.warn(
                     f"`batch` holds a list of {size} entries, whose tensors have {size} rows, and {size} samples: the "
                     "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
@@ -341,7 +343,7 @@ class Conversion:
         if not all(isinstance(each, torch.Tensor) for each in parts):
             size, leading = batch_size(batch, dims), nest.tensors(batch)[0]
             if dims == 0:
-                self._lists.check_tensors([each for each in parts if nest.has_tensor(each)], size)
+                self._lists.check_tensors(parts, size)
             batch = nest.cut_values(
                 batch,
                 part,

@@ -291,16 +291,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _described(state: ParameterState | None) -> dict[str, Any] | None:
     """Replace the tensors of a state by descriptions; None if there is no state."""
-    return (
-        None
-        if state is None
-        else {
-            key: Described(value.dtype, tuple(value.shape), value.device.type == "cpu")
-            if isinstance(value, Tensor)
-            else value
-            for key, value in state.items()
-        }
-    )
+    if state is None:
+        return None
+    return {
+        key: Described(value.dtype, tuple(value.shape), value.device.type == "cpu")
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
 
 
 def refuse_named_state(optimizer: Optimizer) -> None:
@@ -314,10 +312,9 @@ def refuse_named_state(optimizer: Optimizer) -> None:
     """
     for key in optimizer.state:
         if not isinstance(key, Tensor):
-            kind = type(optimizer).__name__
             raise ValueError(  # noqa: TRY004 - the argument has a value that does not fit
-                f"`shard_optimizer` must be False for {kind}, which keeps state that belongs to no parameter, got "
-                f"{key!r}. Nothing has changed."
+                f"`shard_optimizer` must be False for {type(optimizer).__name__}, which keeps state that belongs to no "
+                f"parameter, got {key!r}. Nothing has changed."
             )
 
 

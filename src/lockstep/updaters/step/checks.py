@@ -342,7 +342,8 @@ def check_first_shards(
                 f"more in an audit, got {name} changed from {context.options[name]} to {value}. Change it between "
                 "updates, or pass the scheduler as `scheduler`."
             )
-    for what in sorted(context.no_means - {""}) if context.shard_loss is None else ():
+    # Not once more for each attempt at a lower loss scale.
+    for what in sorted(context.no_means - {""}) if context.shard_loss is None and attempt.number == 1 else ():
         warnings.warn(
             f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "

@@ -384,9 +384,9 @@ class Committer:
         Raises:
             NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
         """
-        # A hook or a scheduler that the user has added since the first stage may need the check on the host.
         if not attempt.reports:
             self._skips.note_empty()
+        # A hook or a scheduler that the user has added since the first stage may need the check on the host.
         if attempt.overflow_check.found_inf is not None:
             attempt.overflow_check = self._deferral.read_if_needed(attempt.overflow_check, names)
         self._skips.note(attempt)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.arguments import look_up
-from lockstep.communicators import seal
+from lockstep.digest import seal
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext

@@ -127,7 +127,8 @@ class OptimizerStep:
         except BaseException as error:
             if self._has_moved(error, progress, parameters, versions):
                 return error
-            if "closure" in str(error) and isinstance(error, Exception):
+            # Errors of this library may quote a traceback of another rank.
+            if "closure" in str(error) and isinstance(error, Exception) and not isinstance(error, LockstepError):
                 kind = type(self._optimizer).__name__
                 raise ValueError(
                     f"`optimizer` must have a step that says what it requires, got {kind}, whose step was called "
