@@ -15,6 +15,9 @@ from torch import Tensor
 SMALL: Final = 1 << 18
 """The number of multiplications below which MKL takes less time. It is part of the result."""
 
+TRANSPOSED: Final = 2
+"""The cost of transposing an element of a product, relative to that of copying an element of a matrix."""
+
 BATCHED: Final = 3
 """The number of dimensions of a batch of matrices."""
 
@@ -28,9 +31,12 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: (M, K), (K, N) and (N,) give (M, N).
     """
-    # The kernel copies a first matrix that is stored by columns, as in the gradient of a weight: here the smaller one.
-    # Each element is added up in the same order either way, except where the other dimension is 1.
-    if bias is None and a.stride()[0] == 1 and a.shape[0] > b.shape[1] > 1:
+    # The kernel copies a first matrix that is stored by columns, as in the gradient of a weight. Where that takes longer
+    # than to copy the other one and to transpose the product, these are exchanged. Each element is added up in the same
+    # order either way, except where the other dimension is 1.
+    (rows, terms), columns = a.shape, b.shape[1]
+    is_by_columns = bias is None and a.stride()[0] == 1 < columns
+    if is_by_columns and rows * terms > terms * columns + TRANSPOSED * rows * columns:
         return multiply(b.t(), a.t()).t().contiguous()
     weight = b.t()
     # Rows that overlap, such as those of an expanded gradient, are no matrix for oneDNN.
