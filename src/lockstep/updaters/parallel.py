@@ -243,7 +243,8 @@ class ParallelUpdater(Updater):
             parts.coordinator.hold_interrupts(context.interrupts)
             consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
             result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
-            engine.keep_changes(attempt)
+            is_first = attempt.gradient_context.is_first
+            engine.conversion.keep_changes(attempt.batches, attempt.device_shards, is_first=is_first)
             return result
 
     def update_core(self, batch: Any) -> object:

@@ -172,6 +172,109 @@ def test_a_change_that_begins_late_is_undone_when_a_shard_runs_again(devices: in
     assert found[0] == found[1]
 
 
+class TestLentBatches:
+    """After the first updates, shards that have changed nothing get parts of the batches instead of copies."""
+
+    @staticmethod
+    def updater(loss_fn: Any, source: Any = None, devices: int = 2, **options: Any) -> Any:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
+        places = ["cpu"] * devices
+        batches = as_list() if source is None else source
+        return finalized(
+            ls.ParallelUpdater(batches, optimizer, model, devices=places, num_shards=4, loss_fn=loss_fn, **options)
+        )
+
+    def is_lent(self, loss_fn: Any, updates: int = 5, **options: Any) -> bool:
+        """Return whether the last of some updates has computed with the memory of the batches."""
+        batches, seen = as_list(), set[int]()
+
+        def noting(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            seen.add(x.untyped_storage().data_ptr())
+            return loss_fn(model, x, y)
+
+        with self.updater(noting, batches, **options) as updater:
+            for _ in range(updates):
+                seen.clear()
+                updater.update()
+        return not seen.isdisjoint({x.untyped_storage().data_ptr() for x, _ in batches})
+
+    def test_what_is_copied(self) -> None:
+        plain = ls.supervised(mse_loss)
+        assert self.is_lent(plain)
+        assert self.is_lent(plain, devices=1)
+        assert not self.is_lent(plain, updates=3)
+        assert not self.is_lent(plain, split="strided")
+        assert not self.is_lent(plain, audit_every=4)
+        assert not self.is_lent(plain, loss_scale=ls.DynamicLossScale())
+        assert not self.is_lent(in_place)
+        assert not self.is_lent(lambda model, x, y: mse_loss(model(x.data.mul_(0.5)), y))
+
+    @pytest.mark.parametrize("devices", [1, 2, 3])
+    def test_a_change_that_begins_late(self, devices: int) -> None:
+        digests, kept = [], []
+        for loss in (in_place, lambda model, x, y: mse_loss(model(x * 0.5 + 1), y)):
+            batches = as_list()
+
+            def late(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Any = loss) -> torch.Tensor:
+                return loss(model, x, y) if updater.iteration == 5 else mse_loss(model(x), y)
+
+            with self.updater(late, batches, devices) as updater:
+                for _ in range(6):
+                    updater.update()
+            digests.append(ls.digest(updater.get_all_models()["main"]))
+            kept.append(batches[2][0])
+        assert digests[0] == digests[1]
+        # As after a loop of PyTorch.
+        assert torch.equal(kept[0], kept[1] * 0.5 + 1)
+
+    def test_an_update_that_failed_after_it_is_refused(self) -> None:
+        failures = [True]
+
+        def late(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if updater.iteration < 4:
+                return mse_loss(model(x), y)
+            loss = in_place(model, x, y)
+            if failures:
+                failures.clear()
+                raise OSError("once")
+            return loss
+
+        with self.updater(late) as updater:
+            for _ in range(4):
+                updater.update()
+            before = ls.digest(updater)
+            with pytest.raises(ls.ReplicaError, match="once"):
+                updater.update()
+            with pytest.raises(ValueError, match="must not begin to change its batch in place after the first updates"):
+                updater.update()
+            assert ls.digest(updater) == before
+            # Another batch may follow.
+            updater.compute_gradients(as_list()[0])
+            updater.apply_gradients()
+
+    def test_an_update_that_failed_without_it_is_repeated(self) -> None:
+        failures = [True]
+
+        def failing(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if updater.iteration == 4 and failures:
+                failures.clear()
+                raise OSError("once")
+            return mse_loss(model(x), y)
+
+        with self.updater(failing) as updater:
+            for _ in range(4):
+                updater.update()
+            with pytest.raises(ls.ReplicaError, match="once"):
+                updater.update()
+            for _ in range(2):
+                updater.update()
+        assert (
+            ls.digest(updater.get_all_models()["main"])
+            == trained(as_list(), 1, loss_fn=ls.supervised(mse_loss), updates=6)[0]
+        )
+
+
 def test_what_every_shard_gets_whole_must_not_be_changed() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return mse_loss(model(x * factor.mul_(0.5)), y)
@@ -295,3 +398,18 @@ def test_a_list_with_as_many_tensors_as_samples_is_warned_of(kind: type, size: i
         updater.update()
     found = [each for each in said if "a list of 4 entries, whose tensors have 4 rows" in str(each.message)]
     assert len(found) == (kind is list and size == 4)
+
+
+def test_a_pair_is_no_list_of_samples_unless_these_are_containers() -> None:
+    def loss_fn(net: nn.Module, inputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return net(inputs).square().mean()
+
+    model = nn.Linear(3, 2)
+    for boxes in ([torch.ones(2, 4), torch.ones(2, 4)], [{"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(2, 4)}]):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        updater = ls.ParallelUpdater([(torch.ones(2, 3), boxes)], optimizer, model, num_shards=2, loss_fn=loss_fn)
+        with finalized(updater), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            updater.update()
+        found = [each for each in said if "a list of 2 entries, whose tensors have 2 rows" in str(each.message)]
+        assert len(found) == isinstance(boxes[0], dict)

@@ -16,7 +16,6 @@ from lockstep.updaters.setup.batches import (
     copied as copied,
     may_draw as may_draw,
     read_batches as read_batches,
-    write_back as write_back,
 )
 from lockstep.updaters.setup.names import (
     MAIN as MAIN,

@@ -15,6 +15,7 @@ import torch
 
 from lockstep import nest
 from lockstep.data import Iterator, Samples, collate
+from lockstep.digest import checksum
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
@@ -205,7 +206,10 @@ class ListRule:
             size: The number of samples in the batch.
         """
         for part in parts:
-            is_alike = type(part) is list and len(part) == size > PAIR
+            # A pair of inputs is no list of samples, unless these are containers.
+            is_alike = (
+                type(part) is list and len(part) == size > 1 and (size > PAIR or not isinstance(part[0], torch.Tensor))
+            )
             if is_alike and not self._has_warned_of_list and nest.has_tensor(part):
                 self._has_warned_of_list = True
                 warnings.warn(
@@ -263,6 +267,10 @@ class Conversion:
         self._converter, self.batch_dim, self._given_seed = converter, batch_dim, seed
         self._seed = (seed << 96) + (CONVERSION_TAG << 32)
         self._lists = lists or ListRule(batch_dim)
+        self._lent: tuple[Sequence[Any], DeviceShards] = (), []
+        """The batches of the attempt that runs and its shards, if these are no copies."""
+        self._has_changes = False
+        """Whether shards have changed their tensors in place."""
         self.is_own = (converter.func if isinstance(converter, partial) else converter) is not collate
         """Whether the converter is not `collate`, and may draw random numbers or depend on other things."""
 
@@ -281,6 +289,8 @@ class Conversion:
         devices: Sequence[torch.device],
         first: int,
         stream: DefaultStream | None = None,
+        *,
+        lends: bool = False,
     ) -> DeviceShards:
         """Return the shards of each device with their tensors, which are on the device and may be changed in place.
 
@@ -290,6 +300,11 @@ class Conversion:
             devices: The devices.
             first: The position of the random stream of shard 0.
             stream: Where a converter draws, if that is open already.
+            lends: Whether tensors that are on the device may be parts of the batches instead of copies, where samples
+                of a shard are adjacent. They are copied nevertheless if shards have changed theirs before.
+
+        Raises:
+            ValueError: If a shard has changed a part of one of the batches in an attempt that was not completed.
 
         Determinism: While a converter of yours is called, the default generators of torch, Python and NumPy, and that
         of an accelerator, are at the start of a stream keyed by the seed, the position, the shard, and the indices of
@@ -299,9 +314,13 @@ class Conversion:
             # Other updaters seed the default generator for their shards while they hold this lock.
             with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as opened:
                 return self.shards(batches, shards_by_device, devices, first, opened)
+        lent, former = self._lent
+        if lent and any(each is other for each in batches for other in lent):
+            _check_unchanged(former)
         tensors = [] if batches and type(batches[0]) is Samples else nest.tensors(list(batches))
+        lends = lends and self.batch_dim == 0 and not self._has_changes and all(map(_is_plain, tensors))
         # Tensors elsewhere are copied to the devices in any case.
-        own = {each: copied(each) for each in tensors if each.device in devices}
+        own = {} if lends else {each: copied(each) for each in tensors if each.device in devices}
         device_shards: DeviceShards = []
         for run, device in zip(shards_by_device, devices, strict=True):
             given: list[tuple[Shard, Any]] = []
@@ -316,7 +335,46 @@ class Conversion:
                     given.append((shard, self._converter(samples, device)))
                 else:
                     given.append((shard, self._cut(batch, shard, device, own)))
+        if lends and tensors:
+            self._lent = batches, device_shards
         return device_shards
+
+    def keep_changes(
+        self, batches: Sequence[Any], device_shards: DeviceShards, *, is_first: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Write to the batches what shards have changed in place, as a loop of PyTorch changes them.
+
+        Args:
+            batches: The batches of a final attempt.
+            device_shards: Its shards with their tensors.
+            is_first: Whether to look for changes that tensors do not count, as those of ``tensor.data``.
+
+        Returns:
+            What was changed, with its former values.
+        """
+        is_lent, self._lent = bool(self._lent[0]), ((), [])
+        # What was lent has changed where it is.
+        if is_lent or type(batches[0]) is Samples:
+            return []
+        found = changes(batches, device_shards, self.batch_dim)
+        self._has_changes = self._has_changes or bool(found) or (is_first and self._differ(batches, device_shards))
+        return _write_back(found) if found else []
+
+    def _differ(self, batches: Sequence[Any], device_shards: DeviceShards) -> bool:
+        """Return whether tensors of shards have other bits than the parts of batches that they are copies of."""
+        if self.batch_dim != 0:
+            return False
+        for shard, given in (pair for run in device_shards for pair in run):
+            part, wholes, tensors = shard.samples, nest.tensors(batches[shard.batch]), nest.tensors(given)
+            # A loss function may also have emptied the container that it was given.
+            if len(tensors) != len(wholes) or any(
+                _is_plain(whole)
+                and whole.device == mine.device
+                and checksum(whole[part.start : part.stop : part.step]) != checksum(mine)
+                for whole, mine in zip(wholes, tensors, strict=True)
+            ):
+                return True
+        return False
 
     def _seed_generators(self, stream: DefaultStream, samples: Samples, position: int) -> None:
         """Seed the generators for the conversion of some samples."""
@@ -352,7 +410,8 @@ class Conversion:
             )
 
         def rows(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = own.get(tensor, tensor)
+            if own:
+                tensor = own.get(tensor, tensor)
             mine = tensor if len(part) == tensor.size(0) else _strided(tensor)[part.start : part.stop : part.step]
             # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
             return copy_to_device(_counted_apart(mine if part.step == 1 else mine.contiguous()), device)
@@ -379,6 +438,16 @@ def _counted_apart(tensor: torch.Tensor) -> torch.Tensor:
     With a common counter, backward of one shard would refuse what another one has changed in its own samples.
     """
     return tensor.data if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a part of a tensor is what a copy of it would be, with a count of changes of its own."""
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return (
+        is_dense
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,8 +519,7 @@ def changes(batches: Sequence[Any], device_shards: DeviceShards, batch_dim: Batc
     found: list[Change] = []
     for shard, given in (pair for run in device_shards for pair in run):
         batch, part = batches[shard.batch], shard.samples
-        # A shard counts the changes of its tensors from 0.
-        if type(batch) is Samples or not any(not each.is_inference() and each._version for each in nest.tensors(given)):
+        if type(batch) is Samples or not _is_changed(given):
             continue
         for name, whole, dim, new in zip(*_dims(batch, batch_dim), nest.tensors(given), strict=True):
             # A loop that copies a batch to another device does not change the batch either.
@@ -461,16 +529,24 @@ def changes(batches: Sequence[Any], device_shards: DeviceShards, batch_dim: Batc
     return found
 
 
+def _check_unchanged(device_shards: DeviceShards) -> None:
+    """Check that no shard has changed its tensors, which are parts of the batches that they are cut from again."""
+    if any(_is_changed(given) for run in device_shards for _, given in run):
+        raise ValueError(
+            "`loss_fn` must not begin to change its batch in place after the first updates, got a change in an attempt "
+            "that was not completed, so that this batch cannot be computed again. Continue from a snapshot, and use "
+            "operations that return new tensors."
+        )
+
+
+def _is_changed(given: Any) -> bool:
+    """Return whether the tensors of a shard were changed in place, which each of them counts from 0."""
+    return any(not each.is_inference() and each._version for each in nest.tensors(given))
+
+
 @torch.no_grad()
-def write_back(found: Sequence[Change]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Write changes of shards to their batches, as a loop of PyTorch changes them.
-
-    Args:
-        found: The changes.
-
-    Returns:
-        What was changed, with its former values.
-    """
+def _write_back(found: Sequence[Change]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write changes of shards to their batches; return what was changed, with its former values."""
     before = [(each.old, each.old.clone()) for each in found]
     for each in found:
         each.old.copy_(each.new)

@@ -202,7 +202,8 @@ class CustomStep:
         if gathered is not None and gathered.differs:
             engine.auditor.warn_of_outputs()
         self._committer.assign_gradients(attempt)
-        changed = engine.keep_changes(attempt)
+        is_first = attempt.gradient_context.is_first
+        changed = engine.conversion.keep_changes(attempt.batches, attempt.device_shards, is_first=is_first)
         if self.state is not None:
             self.state.changed.append(changed)
         return attempt

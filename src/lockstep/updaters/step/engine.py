@@ -10,10 +10,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
 
-import torch
-
 from lockstep.communicators import Watch
-from lockstep.data import Samples
 from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
@@ -68,7 +65,6 @@ from lockstep.updaters.setup import (
     may_draw,
     most_batches,
     read_batches,
-    write_back,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import (
@@ -205,10 +201,14 @@ class GradientEngine:
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
+        audits = attempt.audit is not None or self.training.iteration >= self.auditor.next
+        # Copied where a shard may be computed more than once, or is not one piece of its batch.
+        again = audits or self.is_first or attempt.given_batches or attempt.scale.fixed_factor is None
+        lends = not again and self.recipe.split != "strided"
         attempt.device_shards = ahead or self.conversion.shards(
-            attempt.batches, share.shards_by_device, self.replicas.devices, first
+            attempt.batches, share.shards_by_device, self.replicas.devices, first, lends=lends
         )
-        if attempt.audit is not None or self.training.iteration >= self.auditor.next:
+        if audits:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
             attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
@@ -345,12 +345,6 @@ class GradientEngine:
         again = self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())
         (attempt.device_shards[place],) = again
         return attempt.device_shards[place]
-
-    def keep_changes(self, attempt: Attempt) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Write to the batches of a final attempt what shards have changed in place; return the former values."""
-        if type(attempt.batches[0]) is Samples:
-            return []
-        return write_back(changes(attempt.batches, attempt.device_shards, self.recipe.batch_dim))
 
     def refresh_prepared(self) -> None:
         """Prepare the model again if it has changed since the last attempt.
