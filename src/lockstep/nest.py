@@ -2,7 +2,7 @@
 
 Models accept and return such nests, and code that splits or moves a batch must reach every tensor in it. Containers
 keep their types. A value that is neither a container nor a tensor is passed through unchanged. A tensor is named by the
-Python expression that leads to it, such as ``batch['image'][0]``.
+Python expression that leads to it, such as ``batch['image'][0]``. What other objects hold is read by `attributes`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from contextlib import suppress
+from inspect import getattr_static
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import torch
+
+T = TypeVar("T")
+
+MOST_TRIES: Final = 100
+"""The number of times that a container is read which other threads change meanwhile."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
@@ -180,10 +188,10 @@ def rows(nest: Any) -> int:
         if not tensor.dim():
             raise ValueError(f"`{path}` must have a dimension 0 to count samples by, got shape ().")
         if length < 0:
-            first, length = path, len(tensor)
-        elif len(tensor) != length:
+            first, length = path, tensor.size(0)
+        elif tensor.size(0) != length:
             rule = f"must be as long as `{first}` along dimension 0 ({length})"
-            raise ValueError(f"`{path}` {rule}, got {len(tensor)}.")
+            raise ValueError(f"`{path}` {rule}, got {tensor.size(0)}.")
     if length < 0:
         raise ValueError("`batch` must hold at least one tensor, got none.")
     return length
@@ -240,3 +248,39 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch,), {}
+
+
+def listed(read: Callable[[], Iterable[T]]) -> list[T]:
+    """Return what a container holds, or nothing if other threads change it whenever it is read.
+
+    Args:
+        read: Returns a new iterable over the container.
+    """
+    for _ in range(MOST_TRIES):
+        # Raised if the size has changed in the meantime.
+        with suppress(RuntimeError):
+            return list(read())
+    return []
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those that have no place in its dict, but no properties.
+
+    Args:
+        value: The object.
+    """
+    if issubclass(type(value), type):
+        # The entry "__dict__" of a class is that of its instances.
+        return dict(type.__getattribute__(value, "__dict__"))
+    found: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        for name, member in vars(base).items():
+            # A member without a value is no attribute.
+            with suppress(AttributeError):
+                if type(member) is MemberDescriptorType and name != "__dict__":
+                    found[name] = member.__get__(value)
+    held = getattr_static(value, "__dict__", None)
+    if type(held) in (GetSetDescriptorType, MemberDescriptorType):
+        own = held.__get__(value)
+        found.update(listed(lambda: dict.items(own)) if isinstance(own, dict) else ())
+    return found

@@ -23,7 +23,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples, StreamedDataset
+from lockstep.digest import checksum
 from lockstep.errors import WorkerError
+from lockstep.nest import attributes
 from lockstep.stopping import STOP, shield_worker
 
 POLL_INTERVAL: Final = 5.0
@@ -220,6 +222,9 @@ class DatasetState:
             self._held[id(value)] = value
         if isinstance(value, torch.Tensor):
             self._values.append(None if value.is_inference() else value._version)
+            # A write to `tensor.data` or to an array over its memory is not counted.
+            if value.is_cpu and value.layout is torch.strided and value.numel() <= MOST_ENTRIES:
+                self._values.append(checksum(value))
         else:
             for each in _parts(value):
                 self._visit(each)
@@ -227,7 +232,7 @@ class DatasetState:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yield what an object refers to, without the entries of a long container."""
-    if isinstance(value, list | tuple | set | frozenset | Mapping):
+    if isinstance(value, list | tuple | set | frozenset | deque | Mapping):
         yield len(value)
         if len(value) <= MOST_ENTRIES:
             yield from value.items() if isinstance(value, Mapping) else value
@@ -236,7 +241,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         yield value.__self__
     if not isinstance(value, type | ModuleType | FunctionType):
-        yield from list(getattr(value, "__dict__", {}).items())
+        yield from attributes(value).items()
 
 
 # A batch is sent as one buffer: with a shared file per tensor, a process would run out of file descriptors.
@@ -302,12 +307,23 @@ def _spread(fetched: Sequence[Any], positions: Sequence[int], size: int) -> Sequ
 def _begin_worker(parent: int, shielded: bool, worker: int) -> None:
     """Prepare a worker process, and end it if the process that has started it is gone."""
     # From the next line of PyTorch's loop on, a worker ends with its parent. Killed before, the parent would leave one
-    # that waits for ever. A server that forks workers ends them itself.
-    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != parent:
+    # that waits for ever. The parent of a worker that a server has forked is that server, which lives as long as its
+    # workers do: there, both would outlive the process that needs them.
+    if multiprocessing.get_start_method() == "forkserver":
+        threading.Thread(target=_end_with_creator, name="lockstep-worker-end", daemon=True).start()
+    elif os.getppid() != parent:
         os._exit(1)
     if shielded:
         # The system may signal all processes, and a run that ends after the current update still needs its workers.
         shield_worker(worker)
+
+
+def _end_with_creator() -> None:
+    """End this process when the one that has asked for it is gone, which closes a pipe."""
+    creator = multiprocessing.parent_process()
+    if creator is not None:
+        creator.join()
+        os._exit(1)
 
 
 def fetch_ahead(

@@ -10,14 +10,13 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dis import get_instructions
 from functools import partial
-from inspect import getattr_static
-from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final, TypeVar
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,49 +24,9 @@ from torch.optim import Optimizer
 
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, RandomStreamWarning
+from lockstep.nest import attributes, listed
 from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup import NamedLoss
-
-T = TypeVar("T")
-
-MOST_TRIES: Final = 100
-"""The number of times that a container is read which other threads change meanwhile."""
-
-
-def listed(read: Callable[[], Iterable[T]]) -> list[T]:
-    """Return what a container holds, or nothing if other threads change it whenever it is read.
-
-    Args:
-        read: Returns a new iterable over the container.
-    """
-    for _ in range(MOST_TRIES):
-        # Raised if the size has changed in the meantime.
-        with suppress(RuntimeError):
-            return list(read())
-    return []
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, also those that have no place in its dict, but no properties.
-
-    Args:
-        value: The object.
-    """
-    if issubclass(type(value), type):
-        # The entry "__dict__" of a class is that of its instances.
-        return dict(type.__getattribute__(value, "__dict__"))
-    found: dict[str, Any] = {}
-    for base in type(value).__mro__:
-        for name, member in vars(base).items():
-            # A member without a value is no attribute.
-            with suppress(AttributeError):
-                if type(member) is MemberDescriptorType and name != "__dict__":
-                    found[name] = member.__get__(value)
-    held = getattr_static(value, "__dict__", None)
-    if type(held) in (GetSetDescriptorType, MemberDescriptorType):
-        own = held.__get__(value)
-        found.update(listed(lambda: dict.items(own)) if isinstance(own, dict) else ())
-    return found
 
 
 def references(value: Any) -> list[object]:

@@ -7,8 +7,9 @@ On CPUs all replicas share the model's memory, so the only question that tells o
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -409,6 +410,106 @@ def test_replicas_follow_in_place_changes_of_arrays() -> None:
         assert all(map(operator.is_, group.replicas, replicas))
         model.masks["outputs"][0] = 0.0
         assert torch.equal(group.forward(x), model(x))
+
+
+class Schedule:
+    """A callable object, whose value changes between updates."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __call__(self) -> float:
+        return self.value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class CopiesItself(Schedule):
+    def __deepcopy__(self, memo: Any) -> CopiesItself:
+        copied = CopiesItself()
+        copied.value = self.value
+        return copied
+
+
+class Perceptual:
+    """A callable object that holds a network."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(1, 1).requires_grad_(False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(x)
+        return out
+
+
+def one_more(held: Any) -> None:
+    held.value += 1
+
+
+def moved(net: nn.Linear) -> None:
+    net.weight.data.add_(1)
+
+
+def double(tensor: torch.Tensor) -> float:
+    return 2 * float(tensor)
+
+
+ONE = torch.ones(1)
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "callable": (Schedule, lambda held: held(), one_more),
+    "slots": (Slotted, lambda held: held.value, one_more),
+    "own copy": (CopiesItself, lambda held: held(), one_more),
+    "bound": (lambda: Schedule().__call__, lambda held: held(), lambda held: one_more(held.__self__)),
+    "partial": (lambda: partial(double, torch.ones(())), lambda held: held(), lambda held: held.args[0].add_(1)),
+    "keywords": (
+        lambda: partial(dict, value=1.0),
+        lambda held: held()["value"],
+        lambda held: held.keywords.update(value=2),
+    ),
+    "deque": (lambda: deque([1.0], maxlen=2), lambda held: held[-1], lambda held: held.append(held[-1] + 1)),
+    "tensor": (lambda: torch.ones(()), lambda held: held, lambda held: held.data.add_(1)),
+    "network": (Perceptual, lambda held: held(ONE), lambda held: moved(held.net)),
+    "method": (
+        lambda: nn.Linear(1, 1).requires_grad_(False).forward,
+        lambda held: held(ONE),
+        lambda held: moved(held.__self__),
+    ),
+    "wrapped": (
+        lambda: partial(nn.Linear(1, 1).requires_grad_(False)),
+        lambda held: held(ONE),
+        lambda held: moved(held.func),
+    ),
+}
+"""What a model may hold: how it is made, read and changed."""
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_replicas_follow_changes_of_what_the_model_holds(kind: str) -> None:
+    make, read, change = HELD[kind]
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.held = nn.Linear(3, 2), make()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * read(self.held)
+            return out
+
+    model, x = Holding(), torch.randn(4, 3)
+    with ls.ReplicaGroup(model, devices=["cpu", "cpu"]) as group:
+        replicas = [*group.replicas]
+        first = group.forward(x)
+        assert torch.equal(first, model(x))
+        assert all(map(operator.is_, group.replicas, replicas))
+        change(model.held)
+        assert torch.equal(group.forward(x), model(x))
+        assert not torch.equal(group.forward(x), first)
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from lockstep.nest import attributes, listed
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 ADDRESS: Final = (torch.Tensor.data_ptr,)
@@ -33,8 +36,11 @@ VERSION: Final = attrgetter("_version")
 OF_MODULES: Final = frozenset(vars(nn.Module()))
 """The attributes of every module, which are watched by themselves or do not change what a forward computes."""
 
-SHARED: Final = (ModuleType, str, bytes, int, float, complex, type(None))
-"""The types of values that hold no others."""
+SHARED: Final = (ModuleType, type, FunctionType, BuiltinFunctionType, str, bytes, int, float, complex, type(None))
+"""The types of values that hold no others, or of which no copies are made."""
+
+CHANGING: Final = (dict, list, set, deque)
+CONTAINERS: Final = (*CHANGING, tuple, frozenset)
 
 MOST_ENTRIES: Final = 10_000
 """The number of entries that are watched at most, in all containers together."""
@@ -264,28 +270,32 @@ class ModelChangeDetector:
     use, and buffers before each shard. What is detected: attributes set to another object (including ``train()``
     and ``eval()``), modules, parameters, buffers or hooks that are added, replaced or removed, a parameter that
     is frozen or moved to other memory (``model.double()``, ``parameter.data = …``), attributes of parameters and
-    buffers, and in-place changes of a list, dict, set, module, configuration object, array or tensor in an attribute.
-    What is not detected: in-place changes of objects of classes that define how they are copied, and of what has
-    thousands of entries.
+    buffers, and in-place changes of a list, dict, set, module, array, tensor or other object in an attribute, of which
+    replicas have copies. What is not detected: in-place changes of what has thousands of entries.
 
     A comparison takes about 1 µs per module and 0.3 µs per parameter.
 
     Args:
         model: The model to record.
         copied: Whether there are replicas with memory of their own, to which values must fit.
+        memo: The memo of the deepcopy. Objects without a copy, such as loggers, are shared by all replicas, and are
+            not compared.
     """
 
-    def __init__(self, model: nn.Module, *, copied: bool) -> None:
+    def __init__(self, model: nn.Module, *, copied: bool, memo: Mapping[int, Any]) -> None:
         self._reads: Sequence[Callable[[Any], object]] = LAYOUT if copied else ADDRESS
         # Lists, so that the comparison of every update runs without a loop in Python.
         self._current: list[Any] = [watched for module in model.modules() for watched in _watched_dicts(module)]
-        held = _values_of(model)
+        held = _values_of(model, memo)
+        self._objects = [(each, attributes(each)) for each in held.objects]
         self._parameters = [*model.parameters(), *held.parameters]
         self._tensors, self._arrays = held.tensors, held.arrays
         self._current += held.containers
         self._current += [vars(each) for each in (*self._parameters, *model.buffers())]
-        # By their values: batch normalization and a write to `buffer.data` do not increment the version counter.
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in held.buffers]
+        # By their values, also small tensors: batch normalization and a write to `tensor.data` do not increment the
+        # version counter.
+        by_values = [*held.buffers, *filter(_is_small, held.tensors)]
+        self._values = [(each, each.detach().clone()) for each in by_values]
         self.computed = _computed_weights(model)
         # They equal others of the same value.
         self._single = [
@@ -330,11 +340,13 @@ class ModelChangeDetector:
             or list(map(VERSION, self._tensors)) != self._versions
             or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
             or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
-            or (self._buffers and not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers))
+            or (self._values and not all(now.shape == old.shape and now.equal(old) for now, old in self._values))
         ):
             return True
         try:
-            return self._current != self._recorded
+            return self._current != self._recorded or (
+                bool(self._objects) and any(attributes(each) != before for each, before in self._objects)
+            )
         except Exception:  # noqa: BLE001 - tensors and arrays refuse a comparison unless they are the same object
             return True
 
@@ -351,6 +363,7 @@ class HeldValues(NamedTuple):
 
     Attributes:
         containers: The lists, dicts and sets, and the dicts of objects and of modules that are not registered.
+        objects: The objects that have attributes outside of a dict.
         tensors: The tensors.
         arrays: The arrays of NumPy.
         parameters: The parameters, which belong to modules that are not registered.
@@ -358,25 +371,32 @@ class HeldValues(NamedTuple):
     """
 
     containers: list[Any]
+    objects: list[Any]
     tensors: list[torch.Tensor]
     arrays: list[Any]
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor]
 
 
-def _values_of(model: nn.Module) -> HeldValues:
-    """List what the attributes of a model's modules hold, besides its own parameters, buffers and modules."""
+def _values_of(model: nn.Module, memo: Mapping[int, Any] | None = None) -> HeldValues:
+    """List what the attributes of a model's modules hold, besides its own parameters, buffers and modules.
+
+    Args:
+        model: The model.
+        memo: The copies of objects by their ``id``; those without a copy are not listed. None to list all objects.
+    """
     numpy = sys.modules.get("numpy")
-    attributes = [value for each in model.modules() for value in _attributes_of(each)]
+    values = [value for each in model.modules() for value in _attributes_of(each)]
     seen = {id(each) for _, each in _named_tensors(model)}.union(map(id, model.modules()))
-    held = HeldValues([], [], [], [], [])
+    held = HeldValues([], [], [], [], [], [])
     room = MOST_ENTRIES
-    while attributes:
-        value = attributes.pop()
+    while values:
+        value = values.pop()
         if id(value) in seen or isinstance(value, SHARED) or is_lazy(value):
             continue
         # By its own number: `vars` of an object is a dict that no attribute holds.
         seen.add(id(value))
+        is_listed = memo is None or memo.get(id(value), value) is not value
         if isinstance(value, nn.Parameter):
             held.parameters.append(value)
         elif isinstance(value, torch.Tensor):
@@ -386,16 +406,19 @@ def _values_of(model: nn.Module) -> HeldValues:
             held.containers.extend(_watched_dicts(value))
             held.buffers.extend(each for each in value._buffers.values() if each is not None)
             registered = [*value._modules.values(), *value._parameters.values()]
-            attributes += [*_attributes_of(value), *registered]
+            values += [*_attributes_of(value), *registered]
         elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.size <= room:
+            if value.size <= room and is_listed:
                 room -= value.size
                 held.arrays.append(value)
-        elif (contents := _contents_of(value)) is not None and len(contents) <= room:
-            room -= len(contents)
-            # A tuple does not change, but what it holds may.
-            held.containers.extend([] if isinstance(contents, tuple) else [contents])
-            attributes += contents.values() if isinstance(contents, dict) else contents
+        else:
+            container, parts = _contents_of(value)
+            if len(parts) <= room:
+                room -= len(parts)
+                if is_listed:
+                    held.containers.extend([] if container is None else [container])
+                    held.objects.extend([value] if container is None and _has_members(value) else [])
+                values += parts
     return held
 
 
@@ -438,8 +461,8 @@ def check_no_lookups(containers: Iterable[Any], model: nn.Module, argument: str)
     names = {id(each): name for name, each in (*model.named_parameters(), *model.named_modules())}
     for container in containers:
         # By the built-in type, so that no code of a subclass runs.
-        kind = next(each for each in (dict, list, tuple, set, frozenset) if issubclass(type(container), each))
-        by_identity = kind not in {list, tuple} and argument != "model"
+        kind = next(each for each in CONTAINERS if issubclass(type(container), each))
+        by_identity = kind not in {list, tuple, deque} and argument != "model"
         for each in list(kind.__iter__(container)):
             name = names.get(each) if type(each) is int else names.get(id(each)) if by_identity else None
             if name:
@@ -450,20 +473,40 @@ def check_no_lookups(containers: Iterable[Any], model: nn.Module, argument: str)
                 )
 
 
-def _contents_of(value: Any) -> Any:
-    """Return the container that holds the contents of a value; None for what has none that can be compared."""
-    if isinstance(value, list | dict | set | tuple):
-        return value
-    # What defines how it is copied may be shared by all copies, as loggers are, and change all the time.
-    if hasattr(value, "__deepcopy__") or isinstance(type(value).__reduce__, FunctionType):
-        return None
-    # What is callable is a function, a class or a part of a library, and not a value.
-    return None if callable(value) else getattr(value, "__dict__", None)
+def _contents_of(value: Any) -> tuple[Any, list[Any]]:
+    """Return the list, dict, set or deque that changes with the contents of a value, if there is one, and the contents.
+
+    A tuple does not change, but what it holds may.
+    """
+    kind = next((each for each in CONTAINERS if isinstance(value, each)), None)
+    if kind is not None:
+        parts = listed(lambda: dict.values(value) if kind is dict else kind.__iter__(value))
+        return None if kind in {tuple, frozenset} else value, parts
+    if isinstance(value, MethodType):
+        return None, [value.__self__]
+    if isinstance(value, partial):
+        return value.keywords, [value.func, *value.args, *value.keywords.values()]
+    own = attributes(value)
+    return None if _has_members(value) else getattr(value, "__dict__", None), list(own.values())
+
+
+def _has_members(value: Any) -> bool:
+    """Return whether an object has attributes that are not in its dict, because its class has slots."""
+    return not isinstance(value, CONTAINERS) and any(
+        type(each) is MemberDescriptorType and name != "__dict__"
+        for base in type(value).__mro__
+        for name, each in vars(base).items()
+    )
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor can be compared in each update."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= MOST_ENTRIES
 
 
 def _shallow_copy(container: Any) -> Any:
     """Copy a container without its contents, as a built-in type, whose comparison runs none of its owner's code."""
-    return next(kind(container) for kind in (dict, list, set) if isinstance(container, kind))
+    return next(kind(container) for kind in CHANGING if isinstance(container, kind))
 
 
 _FSDP: Final = "torch.distributed.fsdp"

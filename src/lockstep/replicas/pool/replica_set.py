@@ -224,7 +224,7 @@ class ReplicaSet:
             # The detector comes last: if a copy fails, the next call starts over.
             parameters = [*self.model.parameters(), *hidden_parameters(self.model)]
             self._copier = ParameterCopier(parameters, [[memo[id(each)] for each in parameters] for memo in memos])
-            self._changes = ModelChangeDetector(self.model, copied=self._copier.has_copies)
+            self._changes = ModelChangeDetector(self.model, copied=self._copier.has_copies, memo=memos[0])
             return True
         if self._copier.has_copies:
             self.sync_parameters()

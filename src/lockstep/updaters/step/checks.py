@@ -21,12 +21,13 @@ from lockstep.arguments import check_choice
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
+from lockstep.nest import attributes
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
-from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references, values_read
+from lockstep.updaters.detectors import LOSSES, compares_objects, names_in, references, values_read
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup import NetworkSet, Recipe
 from lockstep.updaters.state import Carried
