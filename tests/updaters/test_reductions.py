@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from tests.support.runs import finalized
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -406,3 +407,96 @@ def test_a_partial_with_an_argument_is_no_bare_module() -> None:
 
     criterion = partial(Shifted(), 2.0)
     assert_same(trained(ls.supervised(criterion), 3), plain(lambda net: criterion(net(X), Y)))
+
+
+class Tokens(nn.Module):
+    """Returns the mean loss over its labels, as models of transformers do."""
+
+    def __init__(self, *, shifts: bool, virtual: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.head, self.drop = nn.Embedding(8, 4), nn.Linear(4, 8), nn.Dropout(0.5)
+        self.shifts, self.virtual, self.calls = shifts, virtual, 0
+        self.prompt = nn.Parameter(torch.randn(virtual, 4))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        hidden = torch.cat([self.prompt.expand(len(ids), -1, -1), self.embedding(ids)], 1)
+        labels = torch.cat([labels.new_full((len(ids), self.virtual), -100), labels], 1)
+        logits = self.head(self.drop(hidden) if self.training and self.drop.p < 0.5 else hidden)
+        if self.shifts:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class BareForCausalLM(Tokens):
+    """Does not shift, whatever its name is, as decoders of encoder-decoder models do not."""
+
+
+IDS = torch.randint(8, (6, 5), generator=torch.Generator().manual_seed(3))
+OF_IDS = torch.where(torch.arange(5) < torch.tensor([5, 5, 2, 1, 4, 3])[:, None], IDS, -100)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tokens(shifts=True),
+        lambda: Tokens(shifts=False),
+        lambda: Tokens(shifts=True, virtual=2),
+        lambda: BareForCausalLM(shifts=False),
+    ],
+    ids=["shifts", "does not", "virtual tokens", "only by name"],
+)
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
+def test_which_labels_count_is_found_by_the_loss(make: Callable[[], Tokens], num_shards: int) -> None:
+    batch = {"ids": IDS, "labels": OF_IDS}
+    plain_model, model = make().double(), make().double()
+    plain_model(**batch)["loss"].backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with finalized(
+        ls.ParallelUpdater([batch], optimizer, model, devices=["cpu"], num_shards=num_shards, loss_fn=ls.token_mean())
+    ) as updater:
+        updater.compute_gradients(batch)
+        assert all(module.training for module in model.modules())
+    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_labels_whose_first_ones_are_ignored_need_no_second_call() -> None:
+    model = Tokens(shifts=False)
+    labels = OF_IDS.clone()
+    labels[:, 0] = -100
+    assert ls.token_mean()(model, ids=IDS, labels=labels).weight == (labels != -100).sum()
+    assert model.calls == 1
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Divides by the number of samples, although it has class weights."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        each = functional.cross_entropy(input, target, weight=self.weight, reduction="none")
+        return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+class Tempered(nn.CrossEntropyLoss):
+    """Divides by the weights of classes."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input / 2, target)
+
+
+@pytest.mark.parametrize("kind", [Focal, Tempered])
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_class_weights_of_a_criterion_of_ones_own(kind: type[nn.CrossEntropyLoss], num_shards: int) -> None:
+    criterion = kind(weight=torch.tensor([0.2, 1.0, 4.0], dtype=torch.float64))
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) ** 2 % 3
+    nets = [nn.Linear(4, 3).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    criterion(nets[0](x), y).backward()
+    optimizer = torch.optim.SGD(nets[1].parameters(), lr=0.1)
+    loss_fn = ls.supervised(criterion)
+    with finalized(
+        ls.ParallelUpdater([(x, y)], optimizer, nets[1], devices=["cpu"], num_shards=num_shards, loss_fn=loss_fn)
+    ) as updater:
+        updater.compute_gradients((x, y))
+    torch.testing.assert_close(nets[1].weight.grad, nets[0].weight.grad, rtol=1e-12, atol=1e-14)

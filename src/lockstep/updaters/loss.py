@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +203,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the
     mean of the batch: by class weights, and by the targets that are not ignored. Only on accelerators, with one label
     per sample and the default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
-    Subclasses with a forward of their own count samples, or class weights if they have some.
+    A subclass with a forward of its own counts samples, or its class weights if it has some, unless its mean of two
+    samples shows that it divides by their number nevertheless, as a focal loss may.
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
@@ -246,9 +248,9 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     function = criterion.func if isinstance(criterion, partial) else criterion
     counted = function in (cross_entropy, nll_loss)
     if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-        # A subclass with a forward of its own may take other targets. Class weights are a mean over them in any case.
+        # A subclass with a forward of its own may take other targets.
         own = type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        counted = not own or criterion.weight is not None
+        counted = not own or (criterion.weight is not None and not _counts_samples(criterion, criterion.weight))
     summed = reduction == "sum"
     counts_from = None
     if counted and not summed:
@@ -256,6 +258,21 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         # Labels of whole samples are ignored rarely, and to count them a device would have to be waited for.
         counts_from = 2 if weights is None and ignored == IGNORED else 0
     return Supervised(criterion, target, summed=summed, counts_from=counts_from)
+
+
+def _counts_samples(criterion: nn.Module, weight: torch.Tensor) -> bool:
+    """Return whether a criterion with class weights divides by the number of samples: if two of them show that."""
+    target = torch.stack([weight.argmax(), weight.argmin()])
+    output = torch.linspace(-1, 1, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
+    probe = copy.deepcopy(criterion)
+    try:
+        with torch.no_grad():
+            one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
+    except Exception:  # noqa: BLE001 - it takes other targets
+        return False
+    first, second = weight[target].tolist()
+    by_weights: float = (first * one + second * other) / (first + second)
+    return abs(both - (one + other) / 2) < abs(both - by_weights)
 
 
 def is_summed(loss_fn: LossFunction) -> bool:

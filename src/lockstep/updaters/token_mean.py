@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from lockstep.updaters.loss import Loss
 
-_SHIFTS_LABELS = re.compile("ForCausalLM|LMHeadModel|DoubleHeadsModel")
-"""Names of Hugging Face models that compare the output at each position with the label at the next one."""
+_FOUND: Final[WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
+"""Whether a model has been found not to count the first label of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,42 @@ class TokenMean:
         # A model of transformers divides by this number of the whole batch instead of the shard's number of tokens.
         kwargs.pop("num_items_in_batch", None)
         output = model(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = _loss_of(output)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"The model must return its loss as `loss` where the batch is a dict, got a {type(output).__name__} "
                 f"without. Check that it is given {self.target!r}."
             )
-        shifted = _shifts_labels(model) if self.shifted is None else self.shifted
+        shifted = _FOUND.get(model) if self.shifted is None else self.shifted
+        if shifted is None:
+            shifted = self._shifts_labels(model, args, kwargs)
         return Loss(loss, weight=self._count(labels[..., 1:] if shifted else labels))
+
+    def _shifts_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a model leaves out the first label of each sequence: whether its loss is the same without.
+
+        The model is asked once, in evaluation mode, in which it draws nothing and keeps its buffers.
+        """
+        labels = kwargs[self.target]
+        without = labels.clone()
+        without[..., 0] = self.ignore_index
+        # Where no first label counts, both numbers are the same. Of no labels at all there is no mean.
+        if torch.equal(labels, without):
+            return False
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            with torch.no_grad():
+                losses = [_loss_of(model(*args, **kwargs | {self.target: each})) for each in (labels, without)]
+        finally:
+            for module, training in modes:
+                module.training = training
+        first, other = (torch.as_tensor(each).double() for each in losses)
+        shifts = torch.equal(first, other)
+        # Of no labels there is no mean: if these were the only ones that count, or none does for the model.
+        if bool(first.isfinite()):
+            _FOUND[model] = shifts
+        return shifts or not bool(first.isfinite())
 
     def _count(self, labels: torch.Tensor) -> torch.Tensor:
         return (labels != self.ignore_index).sum()
@@ -78,8 +106,8 @@ def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: boo
         ignore_index: The label of tokens that are not counted.
         target: The key of the labels in a dict batch.
         shifted: Whether the model compares the output at each position with the label at the next one, so that
-            the first label of each sequence is not counted. By default this is inferred from the model's
-            ``loss_type`` or class name: causal language models do.
+            the first label of each sequence is not counted. By default, the model is called twice more in evaluation
+            mode, once for each device: with the labels, and without the first ones. Their losses are equal if it is.
 
     Raises:
         TypeError: If `ignore_index` is not an integer.
@@ -96,9 +124,6 @@ def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: boo
     return TokenMean(ignore_index, target, shifted)
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether a model of transformers shifts labels, by the loss it names or by its class."""
-    named = getattr(model, "loss_type", None)
-    if named == "ForCausalLM":
-        return True
-    return any(_SHIFTS_LABELS.search(kind.__name__) is not None for kind in type(model).__mro__)
+def _loss_of(output: Any) -> Any:
+    """Return what a model has returned as its loss."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
