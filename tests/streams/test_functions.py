@@ -11,6 +11,9 @@ import torch.distributions as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody knows
 
+import lockstep as ls
+from tests.support.runs import finalized
+
 Draw = Callable[[], object]
 
 
@@ -224,3 +227,29 @@ def test_every_distribution_is_looked_at() -> None:
     members = inspect.getmembers(dist, inspect.isclass)
     names = {name for name, member in members if issubclass(member, dist.Distribution)}
     assert names - ABSTRACT_DISTRIBUTIONS - DISTRIBUTIONS.keys() == set()
+
+
+def test_methods_of_the_default_generator_act_on_the_stream_of_the_thread() -> None:
+    def same_masks(model: nn.Module, x: Tensor) -> Tensor:
+        state = torch.default_generator.get_state()
+        one = model(x)
+        torch.default_generator.set_state(state)
+        other = model(x)
+        assert torch.equal(one, other)
+        return one.square().mean() + (one - other).square().mean()
+
+    digests = set()
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with finalized(
+            ls.ParallelUpdater(
+                [(torch.ones(8, 5),)], optimizer, model, devices=["cpu"] * devices, num_shards=4, loss_fn=same_masks
+            )
+        ) as updater:
+            for _ in range(3):
+                updater.update()
+        digests.add(ls.digest(model))
+        assert type(torch.default_generator) is torch.Generator
+    assert len(digests) == 1

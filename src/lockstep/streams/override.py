@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.seeds import NUM_SEEDS, check_seed
-from lockstep.streams.state import THREAD_STREAMS, default_addresses, replace_names
+from lockstep.streams.state import DEFAULT_GENERATOR, THREAD_STREAMS, default_addresses, replace_names
 
 _DISPATCH_KEY = "BackendSelect"
 
@@ -63,7 +63,7 @@ def _with_generator(name: str, position: int) -> Callable[..., Any]:
     # All keys below `BackendSelect`, so that redispatching goes on where the call was intercepted.
     below = torch._C._dispatch_keyset_full_after(torch.DispatchKey.BackendSelect)  # noqa: SLF001 - no public way
     cpu = torch.DispatchKey.CPU
-    default, addresses = torch.default_generator, default_addresses()
+    default, addresses = DEFAULT_GENERATOR, default_addresses()
 
     # Every random operation of the process calls this function, so each line of it has a cost.
     def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +97,13 @@ class StreamOverride:
 
     The first owner changes torch for the whole process, and the last one to leave restores it. While the override is
     installed, the random CPU operations of a thread inside a `shard_stream` draw from that stream, and
-    `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed`, `initial_seed`, `torch.random.fork_rng` and
-    activation checkpointing act on it. A generator that is passed explicitly is used as it is, unless it is the default
-    one. Outside of streams nothing changes, except that a random operation takes about 3 µs longer.
+    `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed`, `initial_seed`, `torch.random.fork_rng`, methods of
+    ``torch.default_generator`` and activation checkpointing act on it. A generator that is passed explicitly is used as
+    it is, unless it is the default one. Outside of streams nothing changes, except that a random operation takes about
+    3 µs longer.
 
-    Methods that are called on ``torch.default_generator`` itself, and extensions that draw without an operator of
-    torch, reach the default generator even inside a stream. `DefaultGeneratorGuard` detects such draws.
+    Code that has kept a reference to the default generator from before, and extensions that draw without an operator
+    of torch, reach it even inside a stream. `DefaultGeneratorGuard` detects such draws.
 
     Install and remove the override while no thread is computing, because the tables of torch must not change during a
     call. Run a backward pass in the thread and in the stream of its forward pass. For CPU work this is the default. For

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.streams.seeds import NUM_SEEDS, check_seed
+from lockstep.streams.state import DEFAULT_GENERATOR
 
 # One per process, like the default generator. It keeps threads from seeding the generator for different shards.
 # Reentrant, because a hook may compute shards inside a shard.
@@ -86,7 +87,7 @@ class DefaultStream:
     def __enter__(self) -> DefaultStream:
         if self._saved is not None:
             raise OrderError("A `DefaultStream` must be left before it is entered again.")
-        generators = [torch.default_generator] if self._cpu else []
+        generators = [DEFAULT_GENERATOR] if self._cpu else []
         for device in self._devices:
             module = torch.get_device_module(device)
             # "cuda" without an index stands for the current device, so the index has to be looked up.

@@ -11,9 +11,12 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+DEFAULT_GENERATOR: Final = torch.default_generator
+"""The generator itself, while the name in torch may mean the stream of the calling thread."""
 
 
 class ThreadStreams(threading.local):
@@ -28,7 +31,7 @@ class ThreadStreams(threading.local):
     @property
     def current(self) -> torch.Generator:
         """The generator that the calling thread draws from: its stream, or the default generator."""
-        return torch.default_generator if self.generator is None else self.generator
+        return DEFAULT_GENERATOR if self.generator is None else self.generator
 
 
 # One per process, because the kernels of torch and the functions of `torch.random`, which read it, are shared too.
@@ -38,8 +41,8 @@ THREAD_STREAMS = ThreadStreams()
 class GeneratorProxy(torch.Generator):
     """A proxy for the stream of the calling thread, or for the default generator if no stream is open.
 
-    The functions of `torch.random` look up their generator under a name of that module. Changing what this name refers
-    to, instead of the functions themselves, also affects code that imported the functions before.
+    The functions of `torch.random` look up their generator under a name of that module, and code of yours under a name
+    of torch. Changing what these names refer to, instead of the functions, also affects functions imported before.
     """
 
     def __getattribute__(self, name: str) -> object:
@@ -56,7 +59,7 @@ def default_addresses() -> tuple[int, int]:
     identity. ``_cdata`` is the address of the C++ object.
     """
     # `object.__getattribute__` reads the attribute of the proxy itself instead of forwarding to a stream.
-    default, proxy = (object.__getattribute__(each, "_cdata") for each in (torch.default_generator, GENERATOR_PROXY))
+    default, proxy = (object.__getattribute__(each, "_cdata") for each in (DEFAULT_GENERATOR, GENERATOR_PROXY))
     return default, proxy
 
 
@@ -69,7 +72,8 @@ def replace_names(undo: ExitStack) -> None:
     Raises:
         KeyError: If the installed torch lacks one of the names.
     """
-    _replace(torch.random, "default_generator", GENERATOR_PROXY, undo)
+    for module in (torch, torch.random):
+        _replace(module, "default_generator", GENERATOR_PROXY, undo)
     for module in _seeding_modules():
         _replace(module, "manual_seed_all", _seed_own_device(module, module.manual_seed_all), undo)
 
@@ -130,12 +134,12 @@ class DefaultGeneratorGuard:
     __slots__ = ("_state",)
 
     def __init__(self) -> None:
-        self._state = torch.default_generator.get_state()
+        self._state = DEFAULT_GENERATOR.get_state()
 
     def moved(self) -> bool:
         """Return whether the state of the generator differs from the recorded one."""
-        return not torch.equal(torch.default_generator.get_state(), self._state)
+        return not torch.equal(DEFAULT_GENERATOR.get_state(), self._state)
 
     def restore(self) -> None:
         """Reset the generator to the recorded state."""
-        torch.default_generator.set_state(self._state)
+        DEFAULT_GENERATOR.set_state(self._state)
