@@ -393,8 +393,9 @@ class MasterWeights:
             for index, old in enumerate(group["params"]):
                 new = others.get(old, old)
                 group["params"][index] = new
-                # Every entry is moved, replaced or not, so that the order of the state stays that of the groups.
-                if old in state:
+                # Every entry is moved, replaced or not, so that the order of the state stays that of the groups. Asked
+                # as a dict: a state that is shared out over ranks is empty, and refuses to be read by others.
+                if dict.__contains__(state, old):
                     state[new] = state.pop(old)
 
     def _gradients_at_masters(self, closure: Callable[[], Any]) -> Any:
@@ -427,7 +428,7 @@ class MasterWeights:
 
     def _cast_state(self, parameter: Tensor, dtype: torch.dtype) -> None:
         """Convert the elementwise state of a parameter to another dtype."""
-        state = self._optimizer.state.get(parameter, {})
+        state: dict[str, Any] = dict.get(self._optimizer.state, parameter, {})
         for key, value in state.items():
             # torch's optimizers count steps in a tensor, which has the shape of a 0-d parameter.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -83,7 +83,7 @@ def skipped_if(optimizer: Optimizer, nonfinite: Tensor) -> Iterator[None]:
 def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:
     """Return whether the next step would create a velocity."""
     return any(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        dict.get(optimizer.state, parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         if group["momentum"] != 0
         for parameter in group["params"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -230,6 +231,10 @@ class Instruments:
     def build_iterator(self, original: Call, built: BatchIterator, *args: Any, **options: Any) -> None:
         """Create an iterator with the worker processes of the way."""
         self.note(iterator=True)
+        if self.job.way.workers and multiprocessing.get_start_method(allow_none=True) is None:
+            # The script has not asked for workers, and may run as a whole in those that import it, outside of this
+            # way's folder: with the default of Python 3.14, it would.
+            multiprocessing.set_start_method("fork")
         original(built, *args, **{**options, "num_workers": self.job.way.workers})
 
     def build_trainer(self, original: Call, trainer: Trainer, *args: Any, **options: Any) -> None:
@@ -392,7 +397,7 @@ class Instruments:
             for parameter in group["params"]:
                 name = self.recorder.names.get(id(parameter), f"parameter {len(found)}")
                 found[name] = parameter
-                state = optimizer.state.get(parameter, {})
+                state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
                 found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
         self.optimizers[id(optimizer)] = optimizer
         named = {type(model).__name__: model for model in self.models.values()}

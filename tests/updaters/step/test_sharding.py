@@ -66,8 +66,8 @@ def test_each_rank_holds_its_part_and_what_is_misused_says_so() -> None:
         for message in messages:
             assert "shard_optimizer=False" in message
         assert "directly" in messages[0]
-        assert "must not be stepped" in messages[1]
-        assert "got a call on rank 0 while others train" in messages[2]
+        assert all("must not be stepped or read directly" in each for each in messages[1:-1])
+        assert "got a call on rank 0 while others train" in messages[-1]
 
 
 def _held(communicator: Communicator) -> tuple[int, int, list[str]]:
@@ -80,7 +80,9 @@ def _held(communicator: Communicator) -> tuple[int, int, list[str]]:
         state: Any = updater.state_dict()["optimizers"]["main"]
         whole = sum(value.numel() for each in state["state"].values() for value in each.values())
         optimizer = updater.get_optimizer("main")
-        for call in (optimizer.state_dict, optimizer.step):
+        weight = optimizer.param_groups[0]["params"][0]
+        reads = (optimizer.state.clear, lambda: weight in optimizer.state, lambda: optimizer.state.get(weight))
+        for call in (optimizer.state_dict, optimizer.step, *reads, lambda: len(optimizer.state)):
             with pytest.raises(ls.errors.OrderError) as caught:
                 call()
             messages.append(str(caught.value))
@@ -88,6 +90,36 @@ def _held(communicator: Communicator) -> tuple[int, int, list[str]]:
             (updater.state_dict if communicator.rank == 0 else updater.update)()
         messages.append(str(caught.value))
         return held, whole, messages
+
+
+def test_a_second_updater_goes_on_with_the_state_of_the_first() -> None:
+    alone = _in_two_phases(None)
+    assert set(run_on_ranks(_in_two_phases, 2)) == {alone}
+
+
+def _in_two_phases(communicator: Communicator | None) -> str:
+    """Train a model by two updaters with one optimizer."""
+    torch.manual_seed(7)
+    model = nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(2))
+    for phase in range(2):
+        with finalized(
+            ls.ParallelUpdater(
+                [(x * (phase + 1),)],
+                optimizer,
+                model,
+                devices=["cpu"],
+                num_shards=2,
+                loss_fn=lambda model, x: model(x).square().mean(),
+                communicator=communicator,
+                shard_optimizer=communicator is not None,
+            )
+        ) as updater:
+            for _ in range(3):
+                updater.update()
+            state = updater.state_dict()["optimizers"]["main"]
+    return ls.digest(model, state)
 
 
 def test_a_run_resumes_on_any_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:

@@ -35,10 +35,25 @@ CURE = (
 
 
 class SharedOutState(defaultdict[Tensor, ParameterState]):
-    """The state that an optimizer shows between steps: empty, and no step can begin with it."""
+    """The state that an optimizer shows between steps: no step can begin with it, and nothing can be read.
 
-    def __missing__(self, key: Tensor) -> ParameterState:
+    Code of this library reads it, as an empty one, by the methods of `dict`.
+
+    Attributes:
+        owned: The elements of each parameter that the ranks own.
+        pieces: The state of what this rank owns, by parameter. It is that of all updaters with this optimizer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owned: dict[Tensor, Owners] = {}
+        self.pieces: dict[Tensor, ParameterState] = {}
+
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise OrderError(f"The optimizer must not be stepped or read directly, because {CURE}")
+
+    __missing__ = __contains__ = __iter__ = __len__ = __setitem__ = __delitem__ = _refuse
+    get = items = values = keys = pop = popitem = setdefault = update = clear = _refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +89,7 @@ class ShardedState:
         self.optimizer = optimizer
         self._communicator = communicator
         self._start_gather = start_gather
-        self._owned: dict[Tensor, Owners] = {}
-        self._state: dict[Tensor, ParameterState] = {}
+        self._shared = optimizer.state if isinstance(optimizer.state, SharedOutState) else SharedOutState()
         optimizer.register_state_dict_pre_hook(_refuse_shared_out)
 
     @property
@@ -89,24 +103,24 @@ class ShardedState:
         Call this while the groups hold the parameters of the model, and not master weights.
         """
         parameters = self.parameters
-        new = [parameter for parameter in parameters if parameter not in self._owned]
+        new = [parameter for parameter in parameters if parameter not in self._shared.owned]
         # Apart, because frozen parameters need no state.
         for some in ([each for each in new if each.requires_grad], [each for each in new if not each.requires_grad]):
-            self._owned.update(zip(some, share(some, self._communicator.size), strict=True))
+            self._shared.owned.update(zip(some, share(some, self._communicator.size), strict=True))
         given = self.optimizer.state
         if isinstance(given, SharedOutState):
             return
         refuse_named_state(self.optimizer)
-        self._state = {}
+        self._shared.pieces = {}
         for parameter in parameters:
             if parameter in given and self._own(parameter) is not None:
                 cut = {key: self._cut(parameter, value) for key, value in given[parameter].items()}
-                self._state[parameter] = cut
-        self.optimizer.state = SharedOutState()
+                self._shared.pieces[parameter] = cut
+        self.optimizer.state = self._shared
 
     def _own(self, parameter: Tensor) -> range | None:
         """Return the elements of a parameter that this rank owns; None if it owns nothing of it."""
-        return self._owned[parameter][self._communicator.rank]
+        return self._shared.owned[parameter][self._communicator.rank]
 
     def _cut(self, parameter: Tensor, value: Any) -> Any:
         """Return the part of a value in the state of a parameter that belongs to the elements of this rank."""
@@ -142,7 +156,11 @@ class ShardedState:
     def state_of(self, parameters: Sequence[Tensor], pieces: Sequence[Tensor | None]) -> defaultdict[Tensor, Any]:
         """Return the state of pieces, as an optimizer holds it during a step."""
         pairs = zip(parameters, pieces, strict=True)
-        known = {piece: self._state[each] for each, piece in pairs if piece is not None and each in self._state}
+        known = {
+            piece: self._shared.pieces[each]
+            for each, piece in pairs
+            if piece is not None and each in self._shared.pieces
+        }
         return defaultdict(dict, known)
 
     def keep(
@@ -153,7 +171,7 @@ class ShardedState:
     ) -> None:
         """Keep the state of pieces after a step."""
         pairs = zip(parameters, pieces, strict=True)
-        self._state = {each: state[piece] for each, piece in pairs if piece is not None and piece in state}
+        self._shared.pieces = {each: state[piece] for each, piece in pairs if piece is not None and piece in state}
 
     def gather(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
         """Copy to every rank what each rank has stepped. Collective.
@@ -169,7 +187,7 @@ class ShardedState:
             if not is_dense(tensor):
                 elements = elements.contiguous()
                 copies.append((tensor, elements))
-            for part, own in zip(parts, self._owned[parameter], strict=True):
+            for part, own in zip(parts, self._shared.owned[parameter], strict=True):
                 if own is not None:
                     part.append(flat(elements)[own.start : own.stop])
         self._communicator.gather_owned(parts)
@@ -205,13 +223,13 @@ class ShardedState:
 
     def own_state(self) -> dict[Tensor, ParameterState] | None:
         """Return the state of this rank by parameter; None while the optimizer holds a state that was not cut yet."""
-        return self._state if isinstance(self.optimizer.state, SharedOutState) else None
+        return self._shared.pieces if isinstance(self.optimizer.state, SharedOutState) else None
 
     def restore(self, state: dict[Tensor, ParameterState] | None) -> None:
         """Restore a state that `own_state` has returned."""
-        self._state = {}
+        self._shared.pieces = state or {}
         if state is not None:
-            self._state, self.optimizer.state = state, SharedOutState()
+            self.optimizer.state = self._shared
 
     def gathered(self, parameters: Sequence[Tensor]) -> defaultdict[Tensor, ParameterState]:
         """Return the whole state of parameters of the model, in new memory. Collective.
@@ -219,12 +237,12 @@ class ShardedState:
         Args:
             parameters: The parameters.
         """
-        ranks = self._communicator.gather_objects([_described(self._state.get(each)) for each in parameters])
+        ranks = self._communicator.gather_objects([_described(self._shared.pieces.get(each)) for each in parameters])
         found: defaultdict[Tensor, ParameterState] = defaultdict(dict)
         parts: list[list[Tensor]] = [[] for _ in ranks]
         for index, parameter in enumerate(parameters):
             # All owners have the same entries. One that no step has moved yet has none.
-            owners = [(rank, own) for rank, own in enumerate(self._owned.get(parameter, [])) if own is not None]
+            owners = [(rank, own) for rank, own in enumerate(self._shared.owned.get(parameter, [])) if own is not None]
             described = ranks[owners[0][0]][index] if owners else None
             if described is not None:
                 # Also an empty one, as some optimizers leave it.
@@ -238,7 +256,7 @@ class ShardedState:
                 for rank, view in views:
                     parts[rank].append(view)
                     if rank == self._communicator.rank:
-                        mine = self._state[parameter][key]
+                        mine = self._shared.pieces[parameter][key]
                         view.copy_(mine if view.shape == mine.shape else flat(laid_out_for(whole, mine)))
         self._communicator.gather_owned(parts)
         return found

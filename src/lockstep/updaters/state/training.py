@@ -209,8 +209,8 @@ class TrainingState:
                 for name, tensor in masters.named(network).items():
                     found[f"the master of {prefix}{name}"] = tensor
         for optimizer in self.optimizers.values():
-            state: Mapping[Any, Any] = optimizer.state
-            for parameter, remembered in state.items():
+            state: dict[Any, Any] = optimizer.state
+            for parameter, remembered in dict.items(state):
                 # What belongs to no parameter has a name of the optimizer's own, and may be a single value.
                 owner = names.get(parameter, "a parameter") if isinstance(parameter, torch.Tensor) else repr(parameter)
                 values = remembered if isinstance(remembered, Mapping) else {"state": remembered}

@@ -74,7 +74,7 @@ def check_own_lists(optimizer: Optimizer) -> None:
 def _remembered(optimizer: Optimizer) -> dict[str, Any]:
     """Return what stands for the numbers and tensors in the attributes of an optimizer, by name."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    saved = set(map(id, tensors(list(optimizer.state.values()))))
+    saved = set(map(id, tensors(list(dict.values(optimizer.state)))))
     own = {name: value for name, value in vars(optimizer).items() if name not in _of_every_optimizer()}
     found = {name: _sign(value, parameters | saved, MOST_LEVELS) for name, value in own.items()}
     return {name: sign for name, sign in found.items() if sign}

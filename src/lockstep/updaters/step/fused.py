@@ -53,7 +53,7 @@ def match_state_layout(optimizer: Optimizer) -> None:
     for weight in _fused_weights(optimizer):
         if weight.grad is None:
             continue
-        remembered: dict[str, Any] = optimizer.state.get(weight, _NO_STATE)
+        remembered: dict[str, Any] = dict.get(optimizer.state, weight, _NO_STATE)
         # The usual case, checked in a third of the time.
         if weight.is_contiguous() and all(map(_is_contiguous, remembered.values())):
             continue
