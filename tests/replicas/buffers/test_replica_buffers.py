@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,7 @@ class Caching(nn.Module):
         return (self.weight * x * self.cache.mean()).mean()
 
 
+@pytest.mark.filterwarnings("ignore:.*'cache' is None, and shards assign different values")
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_buffer_that_is_none_is_none_for_every_shard(devices: int) -> None:
     x = torch.arange(1.0, 7.0).reshape(6, 1)
@@ -475,3 +477,39 @@ def test_the_rules_are_part_of_the_recipe(tmp_path: Path) -> None:
     trainer({"seen": "sum"}).run(resume="auto")
     with pytest.raises(ls.StateError, match=r"buffers is .*'max'.* here and .*'sum'"):
         trainer({"seen": "max"}).run(resume="auto")
+
+
+class Centred(nn.Module):
+    """Has a buffer that is None until the first forward."""
+
+    centre: torch.Tensor | None
+
+    def __init__(self, *, remembers: bool) -> None:
+        super().__init__()
+        self.layer, self.remembers = nn.Linear(4, 1), remembers
+        self.register_buffer("centre", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.centre is None:
+            self.centre = x.mean(0) if self.remembers else torch.linspace(0.0, 1.0, 4)
+        out: torch.Tensor = self.layer(x - self.centre)
+        return out
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_that_shards_assign_to_a_buffer_that_is_none(num_shards: int, devices: int) -> None:
+    for remembers in (True, False):
+        model = Centred(remembers=remembers)
+        with updater_of(model, devices=devices, num_shards=num_shards) as updater, warnings.catch_warnings():
+            warnings.simplefilter("error", ls.errors.DeterminismWarning)
+            if remembers:
+                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True) as said:
+                for seed in range(3):
+                    updater.compute_gradients(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
+                    updater.apply_gradients()
+        found = [each for each in said if "'centre' is None, and shards assign different values" in str(each.message)]
+        # Once for each device.
+        assert bool(found) == remembers
+        assert len(found) <= devices

@@ -17,6 +17,7 @@ of another dtype or on another device that a shard assigns to a buffer is conver
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
@@ -25,6 +26,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.digest import checksum
+from lockstep.errors import DeterminismWarning
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import (
@@ -39,6 +42,9 @@ from lockstep.tree import ShardSum, Tensors
 
 RUNNING_STATISTICS: Final = ("running_mean", "running_var")
 """The names that the layers of PyTorch give to averages over batches."""
+
+MOST_DROPPED: Final = 16
+"""The number of values at most that are compared because shards have assigned them to buffers that are None."""
 
 DIFFERING: Final = "shards leave different values there"
 
@@ -64,6 +70,8 @@ class ReplicaBuffers:
         """All names of buffers and their tensors, including None; empty if the model has no buffers at all."""
         self._start: list[torch.Tensor] = []
         self._unchanged = [False] * len(self._refs)
+        self._dropped: list[tuple[str, torch.Size, int]] = []
+        """What shards have assigned to buffers that are None: names, shapes and checksums."""
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
 
@@ -102,7 +110,9 @@ class ReplicaBuffers:
     def restore(self) -> None:
         """Reset the buffers of the replica to those of the original, writing only buffers that may have changed."""
         for ref, own in self.entries:
-            if ref.get() is not own:
+            if (left := ref.get()) is not own:
+                if own is None and len(self._dropped) < MOST_DROPPED:
+                    self._note_dropped(ref, left)
                 ref.set(own)
         # Writing only stale buffers saves kernels, and keeps the version counters of the others.
         stale = [
@@ -117,6 +127,22 @@ class ReplicaBuffers:
             torch._foreach_copy_([own for own, _ in alike], [start for _, start in alike])
         # A shard that fails never gets to `collect`, so its buffers count as changed until then.
         self._unchanged = [False] * len(self._refs)
+
+    def _note_dropped(self, ref: BufferRef, value: torch.Tensor | None) -> None:
+        """Warn if shards assign different values to a buffer that is None, which is no cache of what all know then."""
+        if type(value) is not torch.Tensor or not value.is_floating_point():
+            return
+        same = [each for path, shape, each in self._dropped if path == ref.path and shape == value.shape]
+        self._dropped.append((ref.path, value.shape, checksum(value)))
+        if same and same[-1] != self._dropped[-1][-1]:
+            self._dropped += [self._dropped[-1]] * MOST_DROPPED
+            warnings.warn(
+                f"The model's buffer {ref.path!r} is None, and shards assign different values to it. They are dropped, "
+                "because every shard begins with None. If the model remembers something there, register a value of its "
+                "final shape, such as zeros, and another buffer that says whether it has been set.",
+                DeterminismWarning,
+                stacklevel=2,
+            )
 
     def restore_as_new(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
         """Reset the buffers like `restore`, but to new tensors, because graphs of earlier shards refer to the old ones.
