@@ -1,4 +1,4 @@
-"""Make an environment in `.venv` and run one of the project's tasks in it; needs only Python 3.10 to 3.13 and git.
+"""Make an environment in `.venv` and run one of the project's tasks in it; needs only Python 3.10 to 3.14 and git.
 
 python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
@@ -21,10 +21,10 @@ import venv
 from pathlib import Path
 
 # Before anything that an older Python does not know, and before minutes of downloads that end in a conflict.
-if not (3, 10) <= sys.version_info < (3, 14):
+if not (3, 10) <= sys.version_info < (3, 15):
     sys.exit(
-        "dev.py must be run with Python 3.10, 3.11, 3.12 or 3.13, with which the packages of constraints.txt were "
-        "tried, got {}.{}.{}; for example `python3.12 dev.py digits`.".format(*sys.version_info[:3])
+        "dev.py must be run with Python 3.10, 3.11, 3.12, 3.13 or 3.14, with which the packages of constraints.txt "
+        "were tried, got {}.{}.{}; for example `python3.12 dev.py digits`.".format(*sys.version_info[:3])
     )
 
 ROOT = Path(__file__).resolve().parent

@@ -127,7 +127,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     assert version.strip() == f"lockstep {__version__}"
 
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -138,7 +138,7 @@ def test_each_package_has_one_pin_for_each_python(python: str) -> None:
     assert sorted(here) == sorted({pin.name for pin in pins})
 
 
-@pytest.mark.parametrize("version", [(3, 6, 15), (3, 9, 18), (3, 14, 0)])
+@pytest.mark.parametrize("version", [(3, 6, 15), (3, 9, 18), (3, 15, 0)])
 def test_another_python_is_told_at_once_which_ones_are_needed(version: tuple[int, int, int]) -> None:
     program = (ROOT / "dev.py").read_text(encoding="utf-8")
     ast.parse(program, feature_version=version[:2])

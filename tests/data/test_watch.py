@@ -90,22 +90,24 @@ def test_a_worker_that_is_killed_while_weights_move(source: str, tmp_path: Path)
     assert updater.iteration >= 1
 
 
-def test_a_slow_worker_is_waited_for() -> None:
-    class Slow(Signalled):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index == 3:
-                signal.sigtimedwait([], 2)
-            return super().__getitem__(index)
+class Slow(Signalled):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            signal.sigtimedwait([], 2)
+        return super().__getitem__(index)
 
+
+def test_a_slow_worker_is_waited_for() -> None:
     batches = ls.BatchIterator(Slow(None), 2, num_workers=1)
     assert [len(next(batches)) for _ in range(3)] == [2, 2, 2]
     batches.finalize()
 
 
 ORPHANED = """
-import os, time
+import multiprocessing, os, time
 import lockstep as ls
 
+multiprocessing.set_start_method("fork")
 os.register_at_fork(after_in_child=lambda: (print(os.getpid(), flush=True), time.sleep(1.0)))
 next(ls.BatchIterator(list(range(8)), 2, num_workers=1))
 """
@@ -122,3 +124,28 @@ def test_a_worker_whose_process_is_killed_as_it_starts_ends_too(tmp_path: Path) 
         process.wait()
         assert Path(f"/proc/{worker}").exists()
         await_true(lambda: not Path(f"/proc/{worker}").exists())
+
+
+KILLED = """
+import multiprocessing, os, signal, sys
+import lockstep as ls
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    next(ls.BatchIterator(list(range(64)), 2, num_workers=2))
+    print(*(each.pid for each in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell which processes there are")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_end_with_the_process_that_needs_them(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = process.stdout.readline().split()
+        process.wait()
+        assert len(workers) == 2
+        await_true(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))

@@ -23,9 +23,10 @@ def children(of: int | None = None) -> list[int]:
 
 
 def _counts(pid: int) -> bool:
-    """Leave out Python's own helper, which multiprocessing starts once and keeps, and processes that tests share."""
+    """Leave out Python's own helpers, which multiprocessing starts once and keeps, and processes that tests share."""
     command, name = _read(f"/proc/{pid}/cmdline"), _read(f"/proc/{pid}/comm")
-    return command is not None and b"resource_tracker" not in command and name not in SHARED_PROCESSES
+    helper = command is not None and (b"resource_tracker" in command or b"multiprocessing.forkserver" in command)
+    return command is not None and not helper and name not in SHARED_PROCESSES
 
 
 def _read(path: str) -> bytes | None:

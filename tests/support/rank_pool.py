@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import inspect
 import os
 import pickle
 import signal
@@ -21,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -225,11 +227,16 @@ def _run_ends() -> Iterator[None]:
     known = len(callbacks)
     yield
     added = callbacks[known:]
-    ours = [callback for callback in added if callback.func.__module__.startswith("lockstep.")]
+    ours = [callback for callback in added if _registered(callback).__module__.startswith("lockstep.")]
     callbacks[known:] = [callback for callback in added if callback not in ours]
     for callback in reversed(ours):
         callback()
     end_group()
+
+
+def _registered(callback: Any) -> Any:
+    """Return the function that was registered: a partial has it, and from Python 3.14 on, the cell of a closure."""
+    return callback.func if isinstance(callback, partial) else inspect.getclosurevars(callback).nonlocals["func"]
 
 
 def end_group() -> None:

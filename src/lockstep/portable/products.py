@@ -31,9 +31,9 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: (M, K), (K, N) and (N,) give (M, N).
     """
-    # The kernel copies a first matrix that is stored by columns, as in the gradient of a weight. Where that takes longer
-    # than to copy the other one and to transpose the product, these are exchanged. Each element is added up in the same
-    # order either way, except where the other dimension is 1.
+    # The kernel copies a first matrix that is stored by columns, as in the gradient of a weight. Both are exchanged
+    # where that takes longer than to copy the other one and to transpose the product. Each element is added up in the
+    # same order either way, except where the other dimension is 1.
     (rows, terms), columns = a.shape, b.shape[1]
     is_by_columns = bias is None and a.stride()[0] == 1 < columns
     if is_by_columns and rows * terms > terms * columns + TRANSPOSED * rows * columns:
