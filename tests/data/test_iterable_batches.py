@@ -157,6 +157,22 @@ def test_the_table_again_with_a_save_and_load_in_the_middle(kind: str, cut: int,
     assert [warning.category for warning in caught] == [ReplayWarning] * replays
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_that_shuffles_is_warned_of_between_epochs_too(shuffle: bool) -> None:
+    first, second = (IterableBatches(DataLoader(list(range(6)), 2, shuffle=shuffle)) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(first, 3)
+        assert first.state_dict()["position"] == 0
+        second.load_state_dict(first.state_dict())
+        steps(first, 6)
+        assert caught == []
+        # Once, and not in the epochs that follow.
+        steps(second, 6)
+    assert [each.category for each in caught] == [ReplayWarning] * shuffle
+    assert all("epoch 1 begins anew" in str(each.message) for each in caught)
+
+
 @pytest.mark.parametrize("kind", ONE_SHOT)
 def test_an_iterator_has_one_epoch(kind: str) -> None:
     batches = IterableBatches(ONE_SHOT[kind]())

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lockstep.arguments import check_choice, check_integer
 from lockstep.data.iterator import Iterator
@@ -199,7 +199,7 @@ class IterableBatches(Iterator):
         self._stream: PythonIterator[Any] | None = None
         # The batch that shows that an epoch goes on.
         self._lookahead: list[Any] = []
-        self._started = False
+        self._started = self._resumes = False
         self._broken = False
         self._early_error: Exception | None = None
         self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
@@ -324,6 +324,7 @@ class IterableBatches(Iterator):
             remedy = "Load the state right after creating the iterator."
             raise StateError(f"`source` is an iterator that has been started and cannot change position. {remedy}")
         self._go_to(cursor)
+        self._resumes = True
         self._load_last_advance(state_dict)
 
     def _saved_cursor(self, state: Mapping[str, Any]) -> SourceCursor:
@@ -410,15 +411,19 @@ class IterableBatches(Iterator):
 
     def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
         """Load and discard the batches before a cursor."""
-        if start.position:
+        # In a resumed run, a loader draws the order of the epoch as it drew that of the first one.
+        draws = self._resumes and isinstance(getattr(self.source, "sampler", None), RandomSampler)
+        if start.position or (start.epoch and draws):
+            what = f"{start.position} batches of epoch {start.epoch} are loaded again and discarded"
             warnings.warn(
-                f"`source` cannot start in the middle of an epoch: {start.position} batches of epoch "
-                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again, "
-                "which a DataLoader that shuffles does not. Use StatefulDataLoader of torchdata.stateful_dataloader "
-                "instead, which has the same arguments and saves its position.",
+                f"`source` cannot go on where it was: {what if start.position else f'epoch {start.epoch} begins anew'}."
+                " This is correct if it yields the same batches again, which a DataLoader that shuffles does not. Use "
+                "StatefulDataLoader of torchdata.stateful_dataloader instead, which has the same arguments and saves "
+                "its position.",
                 ReplayWarning,
                 stacklevel=2,
             )
+        self._resumes = False
         for position in range(start.position):
             if next(stream, _END) is _END:
                 raise ValueError(f"`source` must hold {self._expected(start)}, got {position}.")
