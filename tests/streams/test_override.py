@@ -28,6 +28,7 @@ def state_functions() -> list[object]:
     modules = (torch, torch.random, torch.cuda, torch.cuda.random)
     return [value for module in modules for name, value in sorted(vars(module).items()) if "seed" in name] + [
         torch.random.default_generator,
+        torch.default_generator,
         torch.get_rng_state,
         torch.set_rng_state,
         torch.random.fork_rng,

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import OrderError
 from lockstep.streams import DefaultGeneratorGuard, DefaultStream, shard_stream, stream_seed
+from lockstep.streams.state import DEFAULT_GENERATOR
 
 SHARDS = [stream_seed(0, position) for position in range(8)]
 InThreads = Callable[[list[Callable[[], list[Tensor]]]], list[list[Tensor]]]
@@ -118,7 +119,7 @@ def test_checkpoints_go_wrong_without_thread_aware_state(
         right = gradients(run)
     guard = DefaultGeneratorGuard()
     with monkeypatch.context() as patch, shard_stream(SHARDS[0]):
-        patch.setattr(torch.random, "default_generator", torch.default_generator)
+        patch.setattr(torch.random, "default_generator", DEFAULT_GENERATOR)
         wrong = gradients(run)
     assert not guard.moved()
     assert bits(wrong[0]) == bits(right[0])
@@ -170,7 +171,7 @@ def test_the_guard_notices_a_thread_outside_of_any_stream(
 def test_the_guard_notices_the_default_generator_seeded_directly() -> None:
     guard = DefaultGeneratorGuard()
     with shard_stream(1):
-        torch.default_generator.manual_seed(5)
+        DEFAULT_GENERATOR.manual_seed(5)
     assert guard.moved()
 
 

@@ -8,6 +8,8 @@ import threading
 
 import torch
 
+from lockstep.streams.state import DEFAULT_GENERATOR
+
 SMALLEST_DENORMAL = 5e-324
 
 
@@ -47,4 +49,4 @@ def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 def random_kernels_are_ours() -> bool:
     """Return whether lockstep's kernels for random numbers are installed in place of torch's."""
-    return torch.random.default_generator is not torch.default_generator
+    return torch.random.default_generator is not DEFAULT_GENERATOR

@@ -17,6 +17,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.pool.worker import AUTO_TIMEOUT_SECONDS
+from lockstep.streams.state import DEFAULT_GENERATOR
 from tests.support import gan as several, zygote
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
@@ -325,7 +326,7 @@ def test_a_forgotten_updater_leaves_no_thread() -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
-    assert torch.random.default_generator is torch.default_generator
+    assert torch.random.default_generator is torch.default_generator is DEFAULT_GENERATOR
 
 
 @pytest.mark.parametrize("devices", [(1, 1), (1, 2)])

@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.streams import StreamOverride, StreamOverrideError, override, shard_stream
+from lockstep.streams.state import DEFAULT_GENERATOR
 from tests.support.runs import (
     EQUAL,
     Placement,
@@ -115,9 +116,9 @@ def in_a_thread_of_its_own(shape: torch.Size) -> torch.Tensor:
 
 def by_the_default_generators_state(shape: torch.Size) -> torch.Tensor:
     generator = torch.Generator()
-    generator.set_state(torch.default_generator.get_state())
+    generator.set_state(DEFAULT_GENERATOR.get_state())
     drawn = torch.rand(shape, generator=generator)
-    torch.default_generator.set_state(generator.get_state())
+    DEFAULT_GENERATOR.set_state(generator.get_state())
     return drawn
 
 

@@ -131,6 +131,10 @@ def compares_objects(code: CodeType) -> bool:
     return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
 
 
+GENERATORS: Final = ("Python's `random`", "`numpy.random`", "a `torch.Generator` of your own")
+"""The generators whose states are compared."""
+
+
 def generator_states(functions: Iterable[object], models: Iterable[nn.Module] = ()) -> dict[str, object]:
     """Return the states of generators by name: Python's, that of NumPy if it is imported, and torch's.
 
@@ -140,14 +144,13 @@ def generator_states(functions: Iterable[object], models: Iterable[nn.Module] = 
     """
     held = [each for function in functions for each in references(function)]
     held += [value for model in models for each in model.modules() for value in vars(each).values()]
-    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    python, of_numpy, of_torch = GENERATORS
+    found: dict[str, object] = {python: random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         # The array of the state is the generator's copy, and arrays do not compare as one value.
-        found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
-    found["a `torch.Generator` of your own"] = [
-        each.get_state().tolist() for each in held if type(each) is torch.Generator
-    ]
+        found[of_numpy] = pickle.dumps(numpy.random.get_state(legacy=False))
+    found[of_torch] = [each.get_state().tolist() for each in held if type(each) is torch.Generator]
     return found
 
 

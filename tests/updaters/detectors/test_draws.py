@@ -1,4 +1,4 @@
-"""Draws from generators outside of the streams are warned of, once and by name, where they decide the result."""
+"""Draws from generators outside of the streams are warned of, once and by name."""
 
 from __future__ import annotations
 
@@ -52,6 +52,19 @@ def test_it_is_warned_of_once_with_the_cure(name: str, num_devices: int) -> None
     assert update == 0
     assert f"this changed, which is no part of the model: {name}." in message
     assert "random.Random(torch.randint(2**31, ()).item())" in message
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_decision_that_falls_alike_is_warned_of_too(name: str, num_devices: int) -> None:
+    loss = Drawing(lambda: float(DRAWS[name]() < 2))
+    updater = updater_for(MLP, Placement(num_devices), num_shards=4, loss_fn=loss)
+    with finalized(updater), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            updater.update()
+    (found,) = (each for each in caught if issubclass(each.category, ls.DeterminismWarning | ls.RandomStreamWarning))
+    assert f"draws from {name}." in str(found.message)
 
 
 class Noisy(nn.Linear):

@@ -491,7 +491,7 @@ def _contents_of(value: Any) -> tuple[Any, list[Any]]:
 
 
 def _has_members(value: Any) -> bool:
-    """Return whether an object has attributes that are not in its dict, because its class has slots."""
+    """Return whether an object has attributes that are not in its dict, because its class has `__slots__`."""
     return not isinstance(value, CONTAINERS) and any(
         type(each) is MemberDescriptorType and name != "__dict__"
         for base in type(value).__mro__

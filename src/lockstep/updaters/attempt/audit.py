@@ -16,10 +16,10 @@ import torch
 from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning, FaultError
+from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, is_averaged_silently
-from lockstep.updaters.detectors import moved
+from lockstep.updaters.detectors import GENERATORS, moved
 
 LOG = logging.getLogger("lockstep")
 
@@ -103,6 +103,7 @@ class Audit:
         states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
         began: These states before the first shard of the attempt.
         before: These states before the second computation.
+        drawn: The generators that moved in it.
         given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
         compares_buffers: Whether averaged buffers are compared between shards.
         left: The checksums of these buffers after each shard, by name.
@@ -117,6 +118,7 @@ class Audit:
     states: Callable[[], dict[str, object]] = dict
     began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
+    drawn: Sequence[str] = ()
     first: Seals | None = None
     again: Seals | None = None
     given: Any = None
@@ -132,6 +134,7 @@ class Audit:
         self.before = self.states()
         if self.other[0] == self.rank:
             self.again = compute(self.other[1])
+            self.drawn = [each for each in moved(self.before, self.states()) if each in GENERATORS]
 
     def note_buffers(self, refs: Sequence[BufferRef], left: Iterable[torch.Tensor | None], rules: BufferRules) -> None:
         """Keep the checksums of buffers that a shard has left, and that shards may disagree on, if they are compared.
@@ -410,6 +413,23 @@ class Auditor:
         self._repeated = at
         LOG.warning("%s The update is repeated.", text)
         return True
+
+    def warn_of_draws(self, names: Sequence[str]) -> None:
+        """Warn of generators that are drawn from, also where the two computations have drawn alike.
+
+        Args:
+            names: The generators that moved while a shard was computed.
+        """
+        if names and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"The loss function or the model draws from {' and '.join(names)}. These numbers depend on which "
+                "device and rank computes which shard, and are no part of a saved state. Draw from torch without "
+                "`generator=`: its stream belongs to the shard. Or create a generator in the loss function, seeded "
+                "from torch: random.Random(torch.randint(2**31, ()).item()).",
+                RandomStreamWarning,
+                stacklevel=2,
+            )
 
     def warn_of_outputs(self) -> None:
         """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""

@@ -509,6 +509,8 @@ class GradientEngine:
             return False
         compute = partial(self._compute_again, attempt, attempt.audit, context)
         finding = attempt.audit.finding(compute, reports, exchange)
+        if finding is None:
+            self.auditor.warn_of_draws(attempt.audit.drawn)
         at = self.training.iteration, attempt.request.computation
         return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 
