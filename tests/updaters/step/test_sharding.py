@@ -92,33 +92,43 @@ def _held(communicator: Communicator) -> tuple[int, int, list[str]]:
         return held, whole, messages
 
 
-def test_a_second_updater_goes_on_with_the_state_of_the_first() -> None:
-    alone = _in_two_phases(None)
-    assert set(run_on_ranks(_in_two_phases, 2)) == {alone}
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_second_updater_goes_on_with_the_state_of_the_first(takes_turns: bool) -> None:
+    alone = _by_two_updaters(None, takes_turns)
+    assert set(run_on_ranks(_by_two_updaters, 2, takes_turns)) == {alone}
 
 
-def _in_two_phases(communicator: Communicator | None) -> str:
-    """Train a model by two updaters with one optimizer."""
+def _by_two_updaters(communicator: Communicator | None, takes_turns: bool) -> str:
+    """Train a model by two updaters with one optimizer, one after the other or in turn."""
     torch.manual_seed(7)
     model = nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(8, 40, generator=torch.Generator().manual_seed(2))
-    for phase in range(2):
-        with finalized(
-            ls.ParallelUpdater(
-                [(x * (phase + 1),)],
-                optimizer,
-                model,
-                devices=["cpu"],
-                num_shards=2,
-                loss_fn=lambda model, x: model(x).square().mean(),
-                communicator=communicator,
-                shard_optimizer=communicator is not None,
-            )
-        ) as updater:
+
+    def updater_for(phase: int) -> ls.ParallelUpdater:
+        return ls.ParallelUpdater(
+            [(x * (phase + 1),)],
+            optimizer,
+            model,
+            devices=["cpu"],
+            num_shards=2,
+            loss_fn=lambda model, x: model(x).square().mean(),
+            communicator=communicator,
+            shard_optimizer=communicator is not None,
+        )
+
+    if takes_turns:
+        with finalized(updater_for(0)) as first, finalized(updater_for(1)) as second:
             for _ in range(3):
-                updater.update()
-            state = updater.state_dict()["optimizers"]["main"]
+                first.update()
+                second.update()
+            state = first.state_dict()["optimizers"]["main"]
+    else:
+        for phase in range(2):
+            with finalized(updater_for(phase)) as updater:
+                for _ in range(3):
+                    updater.update()
+                state = updater.state_dict()["optimizers"]["main"]
     return ls.digest(model, state)
 
 

@@ -89,7 +89,7 @@ class ShardedState:
         self.optimizer = optimizer
         self._communicator = communicator
         self._start_gather = start_gather
-        self._shared = optimizer.state if isinstance(optimizer.state, SharedOutState) else SharedOutState()
+        self._shared = SharedOutState()
         optimizer.register_state_dict_pre_hook(_refuse_shared_out)
 
     @property
@@ -102,12 +102,15 @@ class ShardedState:
 
         Call this while the groups hold the parameters of the model, and not master weights.
         """
+        given = self.optimizer.state
+        # Another updater may have shared it out, before or after this one was built.
+        if isinstance(given, SharedOutState):
+            self._shared = given
         parameters = self.parameters
         new = [parameter for parameter in parameters if parameter not in self._shared.owned]
         # Apart, because frozen parameters need no state.
         for some in ([each for each in new if each.requires_grad], [each for each in new if not each.requires_grad]):
             self._shared.owned.update(zip(some, share(some, self._communicator.size), strict=True))
-        given = self.optimizer.state
         if isinstance(given, SharedOutState):
             return
         refuse_named_state(self.optimizer)
