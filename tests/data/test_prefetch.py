@@ -8,8 +8,10 @@ import os
 import resource
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +250,19 @@ class Changing:
         self.transform: Any = Scale(1)
         self.offset = torch.zeros(1)
         self.names = {"a": [0]}
+        self.options, self.array, self.recent = Options(), np.zeros(2), deque([0], maxlen=1)
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> float:
-        return float(self.transform(index) + 100 * self.epoch + self.offset.item() + self.names["a"][0])
+        kept = self.options.value + self.array[1] + self.recent[0]
+        return float(self.transform(index) + 100 * self.epoch + self.offset.item() + self.names["a"][0] + kept)
+
+
+@dataclass(slots=True)
+class Options:
+    value: int = 0
 
 
 class Scale:
@@ -284,9 +293,29 @@ def change_list(dataset: Changing) -> None:
     dataset.names["a"][0] += 7
 
 
-@pytest.mark.parametrize(
-    "change", [change_epoch, change_transform, change_attribute_of_transform, change_tensor, change_list]
-)
+def change_options(dataset: Changing) -> None:
+    dataset.options.value += 1
+
+
+def change_data(dataset: Changing) -> None:
+    dataset.offset.data.add_(0.25)
+
+
+def change_array(dataset: Changing) -> None:
+    dataset.array[:] += 1
+
+
+def change_deque(dataset: Changing) -> None:
+    dataset.recent.append(dataset.recent[0] + 1)
+
+
+CHANGES = [
+    *(change_epoch, change_transform, change_attribute_of_transform, change_tensor, change_list),
+    *(change_options, change_data, change_array, change_deque),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wraps", [False, True])
 def test_workers_load_from_a_dataset_that_has_changed(change: Any, wraps: bool) -> None:
     read = []

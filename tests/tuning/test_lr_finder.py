@@ -78,7 +78,9 @@ def test_the_run_is_as_it_was(optimizer: str, begun: int) -> None:
     assert run(search=True) == run(search=False)
 
 
-@pytest.mark.filterwarnings("ignore:The optimizer or a hook drew:lockstep.errors.RandomStreamWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The optimizer, a hook, the step function or a BatchLoss drew:lockstep.errors.RandomStreamWarning"
+)
 def test_the_default_generators_are_as_they_were() -> None:
     def states() -> bytes:
         return pickle.dumps((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -268,3 +269,13 @@ def test_an_update_does_not_look_through_all_objects_of_the_program(criterion: A
         with collections() as found:
             assert all(updater.update().applied for _ in range(5))
     assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore:The optimizer, a hook, the step function or a BatchLoss drew")
+def test_a_decision_in_forward_that_falls_alike_is_warned_of() -> None:
+    def forward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+        return encode(model, inputs if random.random() < 2 else -inputs, targets)  # noqa: S311 - no secret
+
+    updater = updater_for(MLP, Placement(1), num_shards=4, loss_fn=ls.BatchLoss(forward, contrast))
+    with finalized(updater), pytest.warns(ls.RandomStreamWarning, match="draws from Python's `random`"):
+        updater.update()

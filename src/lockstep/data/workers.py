@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -225,6 +226,8 @@ class DatasetState:
             # A write to `tensor.data` or to an array over its memory is not counted.
             if value.is_cpu and value.layout is torch.strided and value.numel() <= MOST_ENTRIES:
                 self._values.append(checksum(value))
+        elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+            self._values.append(value.tobytes() if value.size <= MOST_ENTRIES else value.shape)
         else:
             for each in _parts(value):
                 self._visit(each)

@@ -183,10 +183,10 @@ class StepDraws:
         if names:
             self.has_warned = True
             warnings.warn(
-                f"The optimizer or a hook drew from {' and '.join(names)} in its step. A saved state does not hold the "
-                "generator, so that a resumed run would draw other numbers. Draw from torch instead, without "
-                "`generator=`: its random stream belongs to the update. Or create a generator in the step, seeded from "
-                "torch: random.Random(torch.randint(2**31, ()).item()).",
+                f"The optimizer, a hook, the step function or a BatchLoss drew from {' and '.join(names)}. A saved "
+                "state does not hold the generator, so that a resumed run would draw other numbers. Draw from torch "
+                "instead, without `generator=`: its random stream belongs to the update. Or create a generator in the "
+                "step, seeded from torch: random.Random(torch.randint(2**31, ()).item()).",
                 RandomStreamWarning,
                 stacklevel=2,
             )

@@ -282,7 +282,9 @@ def test_other_generators_are_warned_of_once(name: str, where: str) -> None:
         weight.register_hook(Draws(draw))
     batches = ls.BatchIterator(MLP.data(23), 9, seed=3)
     with finalized(ls.ParallelUpdater(batches, optimizer, model, devices=1, loss_fn=cross_entropy)) as updater:
-        with pytest.warns(ls.RandomStreamWarning, match=f"The optimizer or a hook drew from {name} in its step"):
+        with pytest.warns(
+            ls.RandomStreamWarning, match=f"The optimizer, a hook, the step function or a BatchLoss drew from {name}"
+        ):
             updater.update()
         assert updater.iteration == 1
         with warnings.catch_warnings():

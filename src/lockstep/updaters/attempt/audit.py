@@ -420,7 +420,7 @@ class Auditor:
         Args:
             names: The generators that moved while a shard was computed.
         """
-        if names and not self.has_warned:
+        if names and self._every != 0 and not self.has_warned:
             self.has_warned = True
             warnings.warn(
                 f"The loss function or the model draws from {' and '.join(names)}. These numbers depend on which "

@@ -15,6 +15,7 @@ from lockstep.digest import seal
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
+from lockstep.updaters.detectors import generator_states, moved
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
@@ -190,12 +191,15 @@ class CustomStep:
         """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
         gathered, engine = None, self._engine
         if isinstance(request.loss_fn, BatchLoss):
+            drawn_before = generator_states([request.loss_fn.forward]) if engine.is_first else {}
             gathered = GatheredBatch(request.loss_fn, engine.replicas.model, compares=engine.is_first)
             scale = self._training.scale
             asked = replace(request, shard_loss=gathered.collect, gathers=True)
             self._run(Attempt(asked, scale, scale, given_batches=[batch], no_retry=True), context)
             with self._coordinator.reporting_errors():
                 gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])
+            if engine.is_first:
+                engine.auditor.warn_of_draws(moved(drawn_before, generator_states([request.loss_fn.forward])))
             request = replace(request, shard_loss=gathered.shard_loss)
         first = self._parts.retry.first_attempt(request, names, [batch], no_retry=self.state is None)
         attempt = self._run(first, context)
