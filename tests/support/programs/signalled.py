@@ -12,6 +12,7 @@ for the rank, for machines that do not share a folder.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -233,6 +234,8 @@ def await_machines(out: str) -> None:
 
 
 def main(out: str, updates: int, names: list[str]) -> None:
+    # The default up to Python 3.13: the dataset tells the points of this process, and cannot be pickled.
+    multiprocessing.set_start_method("fork")
     await_machines(out)
     points = Points(names)
     observe_files(points)
