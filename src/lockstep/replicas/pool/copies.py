@@ -486,8 +486,9 @@ def _contents_of(value: Any) -> tuple[Any, list[Any]]:
         return None, [value.__self__]
     if isinstance(value, partial):
         return value.keywords, [value.func, *value.args, *value.keywords.values()]
-    own = attributes(value)
-    return None if _has_members(value) else getattr(value, "__dict__", None), list(own.values())
+    own = getattr(value, "__dict__", None)
+    container = own if isinstance(own, dict) and not _has_members(value) else None
+    return container, list(attributes(value).values())
 
 
 def _has_members(value: Any) -> bool:

@@ -442,12 +442,10 @@ def _counted_apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a part of a tensor is what a copy of it would be, with a count of changes of its own."""
-    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-    return (
-        is_dense
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-    )
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    is_marked = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.is_contiguous() and not (is_marked or tensor.requires_grad or tensor.is_inference())
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
