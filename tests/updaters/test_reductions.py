@@ -462,6 +462,41 @@ def test_which_labels_count_is_found_by_the_loss(make: Callable[[], Tokens], num
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
+class Noisy(Tokens):
+    """Draws in evaluation mode, too."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(ids, labels)
+        return {"loss": found["loss"] * torch.rand(())}
+
+
+def test_a_model_that_draws_is_asked_with_the_same_numbers_and_draws_none() -> None:
+    model = Noisy(shifts=True)
+    torch.manual_seed(3)
+    plain_loss = model(IDS, OF_IDS)["loss"]
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    found = ls.token_mean()(model, ids=IDS, labels=OF_IDS)
+    assert torch.equal(found.value, plain_loss)
+    assert found.weight == (OF_IDS[:, 1:] != -100).sum()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class OnlyTraining(Tokens):
+    """Returns no loss in evaluation mode."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(ids, labels) if self.training else {}
+
+
+def test_a_model_without_a_loss_in_evaluation_mode_needs_the_argument() -> None:
+    model = OnlyTraining(shifts=True)
+    with pytest.raises(ValueError, match="`shifted` must be True or False for a OnlyTraining"):
+        ls.token_mean()(model, ids=IDS, labels=OF_IDS)
+    assert all(module.training for module in model.modules())
+    assert ls.token_mean(shifted=True)(model, ids=IDS, labels=OF_IDS).weight == (OF_IDS[:, 1:] != -100).sum()
+
+
 def test_labels_whose_first_ones_are_ignored_need_no_second_call() -> None:
     model = Tokens(shifts=False)
     labels = OF_IDS.clone()

@@ -64,7 +64,7 @@ class TokenMean:
     def _shifts_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a model leaves out the first label of each sequence: whether its loss is the same without.
 
-        The model is asked once, in evaluation mode, in which it draws nothing and keeps its buffers.
+        The model is asked once, in evaluation mode, in which it keeps its buffers.
         """
         labels = kwargs[self.target]
         without = labels.clone()
@@ -72,20 +72,26 @@ class TokenMean:
         # Where no first label counts, both numbers are the same. Of no labels at all there is no mean.
         if torch.equal(labels, without):
             return False
+        first, other = (self._asked(model, args, kwargs | {self.target: each}) for each in (labels, without))
+        # Of no labels there is no mean: the first ones were the only ones, and do not count for the model.
+        return not bool(first.isfinite()) or _FOUND.setdefault(model, torch.equal(first, other))
+
+    @torch.no_grad()
+    def _asked(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a model, and leave the random stream as it is, so that each call draws the same."""
         modes = [(module, module.training) for module in model.modules()]
         try:
-            model.eval()
-            with torch.no_grad():
-                losses = [_loss_of(model(*args, **kwargs | {self.target: each})) for each in (labels, without)]
+            with torch.random.fork_rng([each.device for each in [kwargs[self.target]] if each.is_cuda]):
+                loss = _loss_of(model.eval()(*args, **kwargs))
         finally:
             for module, training in modes:
                 module.training = training
-        first, other = (torch.as_tensor(each).double() for each in losses)
-        shifts = torch.equal(first, other)
-        # Of no labels there is no mean: if these were the only ones that count, or none does for the model.
-        if bool(first.isfinite()):
-            _FOUND[model] = shifts
-        return shifts or not bool(first.isfinite())
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(  # noqa: TRY004 - the model is right, and the argument is missing
+                f"`shifted` must be True or False for a {type(model).__name__}, which returns no loss in evaluation "
+                "mode, got None. Say whether the model leaves out the first label of each sequence."
+            )
+        return loss
 
     def _count(self, labels: torch.Tensor) -> torch.Tensor:
         return (labels != self.ignore_index).sum()

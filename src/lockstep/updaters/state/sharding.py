@@ -158,13 +158,8 @@ class ShardedState:
 
     def state_of(self, parameters: Sequence[Tensor], pieces: Sequence[Tensor | None]) -> defaultdict[Tensor, Any]:
         """Return the state of pieces, as an optimizer holds it during a step."""
-        pairs = zip(parameters, pieces, strict=True)
-        known = {
-            piece: self._shared.pieces[each]
-            for each, piece in pairs
-            if piece is not None and each in self._shared.pieces
-        }
-        return defaultdict(dict, known)
+        held, pairs = self._shared.pieces, zip(parameters, pieces, strict=True)
+        return defaultdict(dict, {piece: held[each] for each, piece in pairs if piece is not None and each in held})
 
     def keep(
         self,
