@@ -61,9 +61,9 @@ class Contribution:
         return cls(tuple(shards), tuple(present), sparse)
 
 
-SumFault: TypeAlias = "tuple[int, str]"
-"""What is wrong in a sum over ranks: the rank that sent a damaged term, added wrongly, or holds a damaged sum; and a
-clause that says so."""
+SumFault: TypeAlias = "tuple[int | None, str]"
+"""What is wrong in a sum over ranks: the rank that sent a damaged term, added wrongly, or holds a damaged sum, None if
+ranks differ without a majority; and a clause that says so."""
 
 
 class SumAudit:
@@ -71,12 +71,15 @@ class SumAudit:
 
     Args:
         partials: The partial sums of this rank, of all of these sums.
+        turn: The number of audits before this one, by which it is chosen which part is added by all ranks.
 
     Attributes:
+        turn: As passed.
         fault: What was wrong, the same on every rank; None if nothing was.
     """
 
-    def __init__(self, partials: Sequence[PartialSum]) -> None:
+    def __init__(self, partials: Sequence[PartialSum], turn: int) -> None:
+        self.turn = turn
         self._before = {id(each): seal(each) for part in partials for each in part.tensors if each is not None}
         self.fault: SumFault | None = None
 

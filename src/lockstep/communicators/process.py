@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -42,8 +41,8 @@ from lockstep.communicators.transport import (
 )
 from lockstep.tree import PartialSum, Tensors
 
-AUDITED_SIZES: Final = PlanSizes(direct=sys.maxsize)
-"""The sizes of an audited sum, of which all pieces are sent together."""
+AUDITED_SIZES: Final = PlanSizes(slice=2**20)
+"""The sizes of an audited sum, of which every rank adds one slice."""
 EARLY_SLICE_DIVISOR: Final = 4
 """How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.communicators import process
-from lockstep.communicators.sums import PlanSizes, bucket, sparse
+from lockstep.communicators.sums import PlanSizes, audit, bucket, sparse
 from lockstep.communicators.transport import Channel
 from lockstep.updaters.ranks import rank_reduction, rank_sum
 from tests.updaters.attempt.test_audit import digest_of, run, updater_of
@@ -158,6 +158,49 @@ def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> Non
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
 def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
     check(15, 2, compression=compression)
+
+
+def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
+    """Train while one rank adds wrongly, always alike; return the rank that is named, the update and the message."""
+    communicator = ls.find_communicator()
+    process.AUDITED_SIZES = PlanSizes(slice=2048, whole=0)  # type: ignore[misc]
+    updater = updater_of(1, communicator=communicator, audit_every=1, num_shards=6)
+
+    def added(original: Call, self: Any, segment: Any, target: torch.Tensor) -> None:
+        original(self, segment, target)
+        target.mul_(2)
+
+    def added_again(original: Call, segment: Any, terms: Any, wire: Any) -> Any:
+        seals, _ = original(segment, terms, wire)
+        return seals, original(segment, [2 * term for term in terms], wire)[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if communicator.rank == wrong:
+            patch.setattr(bucket.BucketTransfer, "_sum", wrapped(bucket.BucketTransfer._sum, added))
+            patch.setattr(audit, "_added", wrapped(audit._added, added_again))
+        try:
+            run(updater, 10)
+        except ls.FaultError as error:
+            return error.rank, updater.iteration, str(error)
+    return None
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_a_rank_that_always_adds_wrongly_is_found_by_the_others(wrong: int) -> None:
+    every = ls.launch(partial(adds_wrongly, wrong), num_processes=3)
+    assert len(set(every)) == 1
+    rank, updates, _ = every[0]
+    assert rank == wrong
+    # At once: it also takes part where another rank has its turn.
+    assert updates == 0
+
+
+def test_two_ranks_that_disagree_on_sums_are_both_named() -> None:
+    every = ls.launch(partial(adds_wrongly, 1), num_processes=2)
+    assert len(set(every)) == 1
+    rank, updates, text = every[0]
+    assert (rank, updates) == (None, 0)
+    assert "ranks 0, 1 have added the same terms to different sums" in text
 
 
 def rounded(compression: Any, every: int) -> list[str]:

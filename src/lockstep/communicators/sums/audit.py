@@ -1,21 +1,22 @@
 """Compute a sum over ranks twice, and find the rank that is wrong where a term or the sum differs.
 
-The second computation is that of a single process: every rank receives all terms, and adds them in the order of the
-tree. By the law of this library it has the same bits as the sum that owners compute.
+The owner of a slice adds its terms twice, and one slice after the other is also added by all other ranks, as a single
+process would: by the law of this library it then has the same bits. So damage in the memory of a rank or on the way to
+another is found in the update, and a rank that always adds wrongly is found when its turn comes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lockstep.communicators.communicator import SumAudit, SumFault
 from lockstep.communicators.sums.bucket import FlatTensors, flat_views
-from lockstep.communicators.sums.ordered_sum import OrderedSum
+from lockstep.communicators.sums.ordered_sum import OrderedSum, format_back
 from lockstep.communicators.sums.planning import Segment, SumPlan
 from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, broadcast, exchange
@@ -27,16 +28,16 @@ class SeenSlice(NamedTuple):
     """What a rank has seen of a slice of a sum, as checksums.
 
     Attributes:
-        terms: The terms that the second computation has added.
-        again: The sum of the second computation.
+        sent: The terms of this rank before they were sent; None for those of other ranks.
         result: The sum that the rank holds in the end.
-        added: The terms that the rank has added if it owns the slice; else empty.
+        added: The terms that the rank has added; empty if others have added them.
+        again: The sum of the second computation, if the rank has added the terms.
     """
 
-    terms: Sequence[object]
-    again: object
+    sent: Sequence[object]
     result: object
     added: Sequence[object] = ()
+    again: object = None
 
 
 @torch.no_grad()
@@ -60,19 +61,26 @@ def audited_sum(
         wire: The format of messages.
     """
     changed = audit.has_changed(partials)
-    added: dict[Segment, list[int]] = {}
-    ordered = OrderedSum(channel, plan, like, wire=wire, added=added)
+    added: dict[Segment, tuple[list[int], int]] = {}
+
+    def add_twice(segment: Segment, terms: Sequence[torch.Tensor]) -> None:
+        # Without a reference to `ordered`, which refers to this function.
+        added[segment] = _added(segment, terms, format_back(plan, wire))
+
+    ordered = OrderedSum(channel, plan, like, wire=wire, before_adding=add_twice)
     own = (node for node, rank in enumerate(plan.ranks) if rank == channel.rank)
-    terms = {node: _flattened(each.tensors) for node, each in zip(own, partials, strict=True)}
+    flats = {node: _flattened(each.tensors) for node, each in zip(own, partials, strict=True)}
     segments = [segment for bucket in plan.buckets for segment in bucket.segments]
-    again = [_added_again(channel, plan, each, terms, like, (wire, ordered.wire_back)) for each in segments]
+    sent = [_sent(each, flats, wire) for each in segments]
+    if segments:
+        _add_elsewhere(channel, plan, segments[audit.turn % len(segments)], flats, like, wire, add_twice)
     for index in reversed(range(len(like))):
         ordered.add(index, [partial.tensors[index] for partial in partials])
     sums = ordered.finish()
     results = _flattened(sums)
     seen = [
-        SeenSlice(*twice, checksum(torch.cat(flat_views(each, results))), added.get(each, ()))
-        for each, twice in zip(segments, again, strict=True)
+        SeenSlice(seals, checksum(_joined(flat_views(each, results))), *added.get(each, ()))
+        for each, seals in zip(segments, sent, strict=True)
     ]
     slices = [([plan.ranks[node] for node in each.nodes], each.owner or 0) for each in segments]
     compare(audit, channel, changed, slices, seen)
@@ -84,32 +92,57 @@ def _flattened(tensors: Tensors) -> FlatTensors:
     return {index: each.detach().reshape(-1) for index, each in enumerate(tensors) if each is not None}
 
 
-def _added_again(  # noqa: PLR0917 - what a segment is summed from
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of all pieces in one flat tensor, without a copy where there is one piece."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _rounded(tensor: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """Return what the message of a tensor holds; the tensor itself if messages are exact."""
+    message = wire.encode(tensor)
+    if message is tensor:
+        return tensor
+    target = torch.empty_like(tensor)
+    wire.decode(message, target)
+    return target
+
+
+def _sent(segment: Segment, flats: Mapping[int, FlatTensors], wire: WireFormat) -> list[int | None]:
+    """Return the checksums of the terms of this rank, rounded as their messages are; None for those of others."""
+    return [
+        checksum(_rounded(_joined(flat_views(segment, flats[node])), wire)) if node in flats else None
+        for node in segment.nodes
+    ]
+
+
+def _added(segment: Segment, terms: Sequence[torch.Tensor], wire_back: WireFormat) -> tuple[list[int], int]:
+    """Add the terms of a segment in new memory; return the checksums of the terms and of the sum."""
+    sums, last = list(terms), 0
+    for last, other in segment.additions:
+        sums[last] = sums[last] + sums[other]
+    return list(map(checksum, terms)), checksum(_rounded(sums[last], wire_back))
+
+
+def _add_elsewhere(  # noqa: PLR0917 - what a segment is summed from
     channel: Channel,
     plan: SumPlan,
     segment: Segment,
-    own: Mapping[int, FlatTensors],
+    flats: Mapping[int, FlatTensors],
     like: Sequence[torch.Tensor],
-    wires: tuple[WireFormat, WireFormat],
-) -> tuple[list[int], int]:
-    """Receive all terms of a segment and add them; return the checksums of the terms and of the sum."""
-    wire, wire_back = wires
+    wire: WireFormat,
+    add_twice: Callable[[Segment, Sequence[torch.Tensor]], None],
+) -> None:
+    """Receive all terms of a segment on every rank, and add them on all but the owner, which adds them later."""
     terms: list[torch.Tensor] = []
     for node in segment.nodes:
-        if node in own:
-            term = torch.cat(flat_views(segment, own[node]))
+        if node in flats:
+            term = _joined(flat_views(segment, flats[node]))
         else:
             term = like[segment.pieces[0].tensor].new_empty(segment.size)
         broadcast(channel, [term], plan.ranks[node])
-        # Rounded as its message is.
-        wire.decode(wire.encode(term), term)
-        terms.append(term)
-    seals = list(map(checksum, terms))
-    last = 0
-    for last, other in segment.additions:
-        terms[last].add_(terms[other])
-    wire_back.decode(wire_back.encode(terms[last]), terms[last])
-    return seals, checksum(terms[last])
+        terms.append(_rounded(term, wire))
+    if segment.owner != channel.rank:
+        add_twice(segment, terms)
 
 
 def compare(
@@ -146,22 +179,25 @@ def _faults(
 
 
 def _faults_of_terms(senders: Sequence[int], seen: Sequence[SeenSlice]) -> Iterator[SumFault]:
-    """Yield which ranks had other terms of a slice than the rank that has computed them."""
+    """Yield which ranks had other terms of a slice than the ranks that have added them."""
     for place, sender in enumerate(senders):
-        sent = seen[sender].terms[place]
         for rank, each in enumerate(seen):
-            if each.terms[place] != sent or (each.added and each.added[place] != sent):
+            if each.added and each.added[place] != seen[sender].sent[place]:
                 yield sender, f"rank {rank} has added another term of rank {sender} than that rank has"
 
 
 def _faults_of_sums(owner: int, seen: Sequence[SeenSlice]) -> Iterator[SumFault]:
     """Yield which ranks have another sum of a slice than the rest."""
-    sums, results = [each.again for each in seen], [each.result for each in seen]
-    # Each rank has added up all terms, and the owner has done so twice.
-    ((right, _),) = Counter([*sums, results[owner]]).most_common(1)
-    for rank, each in enumerate(sums):
-        if each != right or (rank == owner and results[owner] != right):
+    result = seen[owner].result
+    if seen[owner].again != result:
+        yield owner, f"rank {owner} has added the same terms to two sums"
+    sums = {rank: each.again for rank, each in enumerate(seen) if each.added}
+    (right, votes), *others = Counter(sums.values()).most_common()
+    for rank, each in sums.items() if others else ():
+        if votes == others[0][1]:
+            yield None, f"ranks {', '.join(map(str, sums))} have added the same terms to different sums"
+        elif each != right:
             yield rank, f"rank {rank} has added the same terms to another sum than the rest"
-    for rank, each in enumerate(results):
-        if each != right:
-            yield rank, f"rank {rank} holds another sum than the rest"
+    for rank, seen_there in enumerate(seen):
+        if seen_there.result != result:
+            yield rank, f"rank {rank} holds another sum than rank {owner}, which has added it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -11,7 +11,6 @@ import torch
 from lockstep.communicators.sums.planning import Bucket, Segment
 from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, PeerTensor, PostedWork, begin_all_reduce, unpack
-from lockstep.digest import checksum
 
 TERMS_TAG: Final = 1
 """The tag of terms that are sent to the owners."""
@@ -20,6 +19,9 @@ SUMS_TAG: Final = 2
 
 FlatTensors: TypeAlias = "dict[int, torch.Tensor]"
 """Flat tensors by the index of the tensor whose memory they view."""
+
+BeforeAdding: TypeAlias = "Callable[[Segment, Sequence[torch.Tensor]], None]"
+"""Looks at the terms of a segment, which it must not change."""
 
 Arriving: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
 """Messages that are being received, each with the tensor that it is decoded into."""
@@ -36,7 +38,7 @@ class SumContext:
         results: The tensors that receive the sums. They may share the memory of a term.
         wire: The format of terms.
         wire_back: The format of sums.
-        added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
+        before_adding: Is called with each segment that this rank adds, and its terms; None where nothing is to be done.
     """
 
     channel: Channel
@@ -45,7 +47,7 @@ class SumContext:
     results: FlatTensors
     wire: WireFormat
     wire_back: WireFormat
-    added: dict[Segment, list[int]] | None = None
+    before_adding: BeforeAdding | None = None
 
 
 class BucketTransfer:
@@ -170,8 +172,8 @@ class BucketTransfer:
     def _sum(self, segment: Segment, target: torch.Tensor) -> None:
         """Sum the terms of a segment in the order of the tree."""
         terms = self._terms.pop(segment)
-        if self._context.added is not None:
-            self._context.added[segment] = list(map(checksum, terms))
+        if self._context.before_adding is not None:
+            self._context.before_adding(segment, terms)
         for into, other in segment.additions[:-1]:
             terms[into].add_(terms[other])
         if segment.additions:

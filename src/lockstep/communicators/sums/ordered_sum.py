@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from lockstep.communicators.communicator import PendingSum, check_complete, check_term
-from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
-from lockstep.communicators.sums.planning import Segment, SumPlan
+from lockstep.communicators.sums.bucket import BeforeAdding, BucketTransfer, FlatTensors, SumContext
+from lockstep.communicators.sums.planning import SumPlan
 from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.tree import Tensors
@@ -32,10 +32,7 @@ class OrderedSum(PendingSum):
         wire: The format of messages; small sums are sent back exactly.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does the work that is left.
-        added: Receives the checksums of the terms that this rank adds, by segment; None where they are not compared.
-
-    Attributes:
-        wire_back: The format in which sums are sent back.
+        before_adding: Is called with each segment that this rank adds, and its terms; None where nothing is to be done.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class OrderedSum(PendingSum):
         *,
         wire: WireFormat,
         background: bool = False,
-        added: dict[Segment, list[int]] | None = None,
+        before_adding: BeforeAdding | None = None,
     ) -> None:
         self._channel = channel
         self._like = like
@@ -61,9 +58,8 @@ class OrderedSum(PendingSum):
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
             self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
-        # Rounded once more only where that saves time.
-        self.wire_back = EXACT if plan.is_small else wire
-        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, self.wire_back, added)
+        back = format_back(plan, wire)
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, back, before_adding)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
         self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
         self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -168,3 +164,13 @@ class OrderedSum(PendingSum):
             with self._changed:
                 self._changed.wait_for(lambda: self._num_missing[bucket] == 0)
         return self._num_missing[bucket] == 0
+
+
+def format_back(plan: SumPlan, wire: WireFormat) -> WireFormat:
+    """Return the format in which sums are sent back: they are rounded once more only where that saves time.
+
+    Args:
+        plan: The plan of the sum.
+        wire: The format of terms.
+    """
+    return EXACT if plan.is_small else wire

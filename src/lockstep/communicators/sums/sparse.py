@@ -79,7 +79,11 @@ def sum_sparse(
     seals = [[seal(terms[node].tensors[at]) for node in each] for at, each in enumerate(nodes)]
     copies = [PartialSum(each.shard, [None if one is None else one.clone() for one in each.tensors]) for each in terms]
     again, sums = total(copies), total(terms)
-    seen = [SeenSlice(*each) for each in zip(seals, map(seal, again), map(seal, sums), strict=True)]
+    sent = [
+        [one if ranks[node] == channel.rank else None for node, one in zip(*each, strict=True)]
+        for each in zip(nodes, seals, strict=True)
+    ]
+    seen = [SeenSlice(*each) for each in zip(sent, map(seal, sums), seals, map(seal, again), strict=True)]
     # Every rank has added all terms, so that any of them may count as the owner.
     compare(audit, channel, changed, [([ranks[node] for node in each], 0) for each in nodes], seen)
     return sums

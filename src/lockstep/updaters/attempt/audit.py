@@ -97,6 +97,7 @@ class Audit:
         other: The place that computes it once more; the same one where there is no other.
         spare: The place of a third computation, if the first two differ.
         rank: The rank of this process.
+        turn: The number of audits before this one.
         names: What is compared: gradients by the names of their parameters, the loss, buffers and carried values.
         first: The checksums of the first computation, on the rank that makes it.
         again: The checksums of the second one.
@@ -114,6 +115,7 @@ class Audit:
     other: Place
     spare: Place
     rank: int
+    turn: int = 0
     names: Sequence[str] = ()
     states: Callable[[], dict[str, object]] = dict
     began: dict[str, object] = field(default_factory=dict)
@@ -351,7 +353,8 @@ class Auditor:
         """
         places = [(each, index) for each, devices in enumerate(everywhere) for index in range(len(devices))]
         working = [place for place in places if everywhere[place[0]][place[1]]]
-        turn, index = divmod(update // (self._every or 1), len(working))
+        count = update // (self._every or 1)
+        turn, index = divmod(count, len(working))
         place = working[index]
         reach = () if self.is_mixed else range(len(everywhere)) if movable else (place[0],)
         others = [each for each in places if each != place and each[0] in reach] or [place]
@@ -362,7 +365,7 @@ class Auditor:
             # What is filled once, such as a cache, holds what the first shard of a place has put there.
             shards = shards[1:] or shards
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
-        return Audit(shard, place, other, spares[turn % len(spares)], rank)
+        return Audit(shard, place, other, spares[turn % len(spares)], rank, count)
 
     def must_repeat(self, finding: Finding, at: tuple[int, int], devices: Any) -> bool:
         """Raise, warn or log if an audit has found a difference; return whether the attempt is made once more.

@@ -128,7 +128,9 @@ class RankReduction:
         devices, share = attempt.device_tasks, attempt.share
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
         buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
-        audit = None if attempt.audit is None else SumAudit([*self._sum.partials, *buffers.partials])
+        audit = None
+        if attempt.audit is not None:
+            audit = SumAudit([*self._sum.partials, *buffers.partials], attempt.audit.turn)
         shards: list[ShardReport] = []
         buffer_weight = 0
         for device in devices:
