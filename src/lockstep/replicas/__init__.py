@@ -63,6 +63,7 @@ from lockstep.replicas.pool import (
     ReplicaSet as ReplicaSet,
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
+    Turns as Turns,
     Worker as Worker,
     check_no_lookups as check_no_lookups,
     fill as fill,

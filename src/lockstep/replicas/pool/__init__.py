@@ -24,8 +24,8 @@ from lockstep.replicas.pool.devices import (
     parse_devices as parse_devices,
     usable_cores as usable_cores,
 )
-from lockstep.replicas.pool.fresh_memory import FreshMemory as FreshMemory, fill as fill
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
+from lockstep.replicas.pool.probes import FreshMemory as FreshMemory, Turns as Turns, fill as fill
 from lockstep.replicas.pool.progress import samples_text as samples_text
 from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, fork_error as fork_error
 from lockstep.replicas.pool.settings import (

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.fresh_memory import FreshMemory
+from lockstep.replicas.pool.probes import FreshMemory, TakingTurns
 
 LEVELS: Final = threading.RLock()
 """Held by the thread that is inside of a level."""
@@ -248,7 +248,7 @@ def _kept_by_thread(num_modes: int) -> str:
     """
     # The default device is captured by itself, and an audit is content with the memory of one thread.
     modes = map(torch._C._get_function_stack_at, range(num_modes))  # noqa: SLF001 - no public way
-    if num_modes and not all(isinstance(mode, DeviceContext | FreshMemory) for mode in modes):
+    if num_modes and not all(isinstance(mode, DeviceContext | FreshMemory | TakingTurns) for mode in modes):
         return "a `TorchFunctionMode`"
     if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as above
         return "a `TorchDispatchMode`"

@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
@@ -99,13 +99,14 @@ class Audit:
         rank: The rank of this process.
         turn: The number of audits before this one.
         names: What is compared: gradients by the names of their parameters, the loss, buffers and carried values.
-        first: The checksums of the first computation, on the rank that makes it.
+        seals: The checksums of the first computation, by the index of the shard, on the rank that makes it.
         again: The checksums of the second one.
         states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
         began: These states before the first shard of the attempt.
         before: These states before the second computation.
         drawn: The generators that moved in it.
-        given: A copy of the tensors of the shard, if they cannot be read again and this process has them.
+        neighbours: Two shards of this process by the index of the device, which are computed beside each other.
+        given: Copies of tensors that cannot be read again and that this process has, by the index of the shard.
         compares_buffers: Whether averaged buffers are compared between shards.
         left: The checksums of these buffers after each shard, by name.
     """
@@ -121,11 +122,22 @@ class Audit:
     began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     drawn: Sequence[str] = ()
-    first: Seals | None = None
+    seals: dict[int, Seals] = field(default_factory=dict)
     again: Seals | None = None
-    given: Any = None
+    neighbours: Mapping[int, Shard] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
     compares_buffers: bool = False
     left: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Seals | None:
+        """The checksums of the first computation, on the rank that makes it."""
+        return self.seals.get(self.shard.index)
+
+    @property
+    def compared(self) -> frozenset[int]:
+        """The indices of the shards whose first computation is compared with another one."""
+        return frozenset(each.index for each in (self.shard, *self.neighbours.values()))
 
     def run(self, compute: Compute) -> None:
         """Compute the shard once more, if that is the task of this rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +60,7 @@ class GradientContext:
         is_first: Whether this is one of the first updates, in which there are more checks.
         reads_buffers: Whether buffers are compared even where the host has to wait for a device.
         merges: Whether large gradients are added to the sums of earlier shards during backward.
-        inspected: The only shard of which `inspect_shard` reads the gradients; None for all.
+        inspected: The only shards of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
         options: The options of the optimizers before the shards run, by name, in the first updates.
         no_means: Receives what losses are that are no mean over samples, and nothing for others, in the first update.
@@ -81,7 +81,7 @@ class GradientContext:
     # Not set by the constructor, which runs in every attempt.
     is_first: bool = field(default=False, init=False)
     reads_buffers: bool = field(default=False, init=False)
-    inspected: int | None = field(default=None, init=False)
+    inspected: Collection[int] | None = field(default=None, init=False)
     is_mixed: bool = field(default=False, init=False)
     early_send: EarlySend | None = field(default=None, init=False)
     has_tensor_weights: bool = field(default=False, init=False)
@@ -280,7 +280,8 @@ class DeviceGradientTask:
     def _merge(self, shard: Shard) -> GradientMerge | None:
         """Return what adds the gradients of a shard to the sums during backward; None if they are needed after it."""
         context = self.context
-        is_read = context.inspect_shard is not None and context.inspected in {None, shard.index}
+        inspected = context.inspected
+        is_read = context.inspect_shard is not None and (inspected is None or shard.index in inspected)
         if is_read or context.precision.held_dtype is not None:
             return None
         return GradientMerge(self.gradients, shard.index)

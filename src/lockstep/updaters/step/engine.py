@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
 
 from lockstep.communicators import Watch
-from lockstep.nest import call_arguments, map_tensors
+from lockstep.nest import call_arguments
 from lockstep.plan import Shard
-from lockstep.precision import copy_to_device
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -24,19 +22,16 @@ from lockstep.replicas import (
     refusing_writes,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
-from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt import (
     Attempt,
     Audit,
     Auditor,
     Exchange,
     GradientRequest,
-    Seals,
     UpdateContext,
     check_finite,
     names_of_seals,
-    run_as_elsewhere,
-    seals_of,
 )
 from lockstep.updaters.compute import (
     Clock,
@@ -52,7 +47,6 @@ from lockstep.updaters.compute import (
 )
 from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.ranks import RankReduction
-from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup import (
     MAIN,
     Conversion,
@@ -61,7 +55,6 @@ from lockstep.updaters.setup import (
     batches_per_update,
     changes,
     check_whole,
-    copied,
     may_draw,
     most_batches,
     read_batches,
@@ -79,6 +72,7 @@ from lockstep.updaters.step.checks import (
     options_of,
 )
 from lockstep.updaters.step.next_batches import NextBatches
+from lockstep.updaters.step.recomputation import Recomputation
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
@@ -225,7 +219,9 @@ class GradientEngine:
             self.watch,
             recipe.reduction == "mean" and not request.summed,
             weighted=self._weighted,
-            inspect_shard=request.inspect_shard if audit is None else partial(self._record, audit, share, carried),
+            inspect_shard=request.inspect_shard
+            if audit is None
+            else partial(self._again().record, audit, share, carried),
             deferred=request.deferred,
             carried=carried,
             shard_loss=request.shard_loss,
@@ -235,7 +231,7 @@ class GradientEngine:
             options = options_of(self.training.optimizers, request.loss_fn)
             attempt.gradient_context.begin_first(options, reads_buffers=self.training.iteration == self._start)
         if audit is not None:
-            attempt.gradient_context.inspected = audit.shard.index
+            attempt.gradient_context.inspected = audit.compared
 
     def _choose_audit(self, attempt: Attempt) -> Audit | None:
         """Choose the shard that is computed twice, or None if the update is not audited."""
@@ -256,65 +252,22 @@ class GradientEngine:
         if self.is_first:
             audit.states = partial(states, request.loss_fn, models)
             audit.began = audit.states()
-        # Samples that draw would be others if they were read again.
-        if may_draw([attempt.batches[audit.shard.batch]]):
-            given = (given for run in attempt.device_shards for shard, given in run if shard is audit.shard)
-            audit.given = map_tensors(copied, next(given, None))
+        self._again().choose_neighbours(attempt, audit)
         return audit
 
-    # What an attempt holds must not refer to it: a cycle would keep its gradients until the garbage collector runs.
-    def _record(self, audit: Audit, share: RankShare, carried: CarriedAttempt | None, *computed: Any) -> None:
-        """Keep the checksums of the shard that is audited, and of buffers that shards may disagree on."""
-        place = next(at for at, run in enumerate(share.shards_by_device) if computed[0] in run)
-        left = self.prepared.runners[place].buffers.left()
-        audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
-        if computed[0].index == audit.shard.index and audit.place[0] == audit.rank:
-            audit.first = self._seals(carried, place, *computed)
-
-    def _seals(
-        self, carried: CarriedAttempt | None, place: int, shard: Shard, gradients: Tensors, report: ShardReport
-    ) -> Seals:
-        """Return the checksums of what a shard has computed."""
-        returned = () if carried is None else carried.returned(shard.samples)
-        computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *returned)
-        return seals_of(computed, report.weight)
-
-    def _compute_again(self, attempt: Attempt, audit: Audit, context: UpdateContext, place: int) -> Seals | None:
-        """Compute the audited shard on a device of this process, and leave everything else as it is."""
-        request, found, device = attempt.request, list[Seals](), self.replicas.devices[place]
-        if audit.given is None:
-            again = self.conversion.shards(attempt.batches, [[audit.shard]], [device], self.first_stream())[0]
-        else:
-            again = [(audit.shard, map_tensors(lambda each: copy_to_device(copied(each), device), audit.given))]
-        carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
-
-        def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
-            found.append(self._seals(carried, place, audit.shard, gradients, report))
-            # Of another rank, where each rank has a single one.
-            left = self.prepared.runners[place].buffers.left()
-            audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
-
-        in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
-        tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
-
-        def work() -> None:
-            self.replicas.progress.start(place)  # of the thread that this is called in
-            self._run_shards(tasks, in_audit, request, lambda _: again, place)
-
-        def compute(at: int) -> None:
-            if at == place and self.training.iteration == self._start:
-                users = [request.loss_fn, *self.replicas.replicas[place].modules()]
-                run_as_elsewhere(work, users, device, in_thread=audit.place == audit.other)
-            elif at == place:
-                work()
-
-        self.streams.run(
-            partial(self.replicas.run, compute, settings=context.settings),
-            seed=self.recipe.seed,
-            first=self.first_stream(request.computation),
-            parallel=len(tasks) > 1,
+    def _again(self) -> Recomputation:
+        """Return what computes shards again."""
+        return Recomputation(
+            self.training,
+            self.recipe,
+            self.replicas,
+            self.prepared,
+            self.streams,
+            self.conversion,
+            self.first_stream,
+            self._run_shards,
+            self.training.iteration == self._start,
         )
-        return found[0] if found else None
 
     def _run_shards(
         self,
@@ -411,10 +364,13 @@ class GradientEngine:
                 partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
                 first=self.first_stream(request.computation),
-                parallel=self.replicas.wants_threads(device_shards),
+                # One device after another before `side_by_side`, so that nothing is changed by chance before it.
+                parallel=self.replicas.wants_threads(device_shards)
+                and not (attempt.audit and attempt.audit.neighbours),
             )
             if attempt.audit is not None and not self.replicas.stopping:
-                attempt.audit.run(partial(self._compute_again, attempt, attempt.audit, context))
+                attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))
+                self._again().side_by_side(attempt, attempt.audit, context)
         if attempt.audit is not None:
             self.auditor.warn_of_buffers(attempt.audit.left)
             attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
@@ -507,7 +463,7 @@ class GradientEngine:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
         if attempt.audit is None:
             return False
-        compute = partial(self._compute_again, attempt, attempt.audit, context)
+        compute = partial(self._again().elsewhere, attempt, attempt.audit, context)
         finding = attempt.audit.finding(compute, reports, exchange)
         if finding is None:
             self.auditor.warn_of_draws(attempt.audit.drawn)

@@ -1,0 +1,190 @@
+"""Shards of an audited attempt, computed again: in another place, and beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from lockstep.errors import OrderError, is_memory_error
+from lockstep.nest import map_tensors
+from lockstep.plan import Shard
+from lockstep.precision import copy_to_device
+from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited
+from lockstep.tree import Tensors
+from lockstep.updaters.attempt import Attempt, Audit, Seals, UpdateContext, run_as_elsewhere, seals_of
+from lockstep.updaters.compute import DeviceGradientTask, PreparedModel, RankShare
+from lockstep.updaters.result import ShardReport
+from lockstep.updaters.setup import Conversion, Recipe, copied, may_draw
+from lockstep.updaters.state import CarriedAttempt, TrainingState
+
+LEADS: Final = (20, 5, 2, 0)
+"""By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the
+other one if that one is inside of its own change, which may be long or short. The longest comes first, because a
+shorter one rather leaves a switch changed, after which nothing differs any more."""
+
+Around: TypeAlias = "Callable[[int, Callable[[], None]], None]"
+"""Is called with the index of a device and the work to do on it, in the thread of the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Computes shards of an attempt again, and leaves everything else as it is.
+
+    Attributes:
+        training: The training state.
+        recipe: The recipe of the update.
+        replicas: The replicas.
+        prepared: The model as prepared for the attempt.
+        streams: The random streams of shards.
+        conversion: Creates the tensors of shards.
+        first_stream: Returns the position of the first random stream of a gradient of the update.
+        run_shards: Computes the shards of a device.
+        at_start: Whether the update is the first one after an updater was built or a state was loaded.
+    """
+
+    training: TrainingState
+    recipe: Recipe
+    replicas: ReplicaSet
+    prepared: PreparedModel
+    streams: ShardStreams
+    conversion: Conversion
+    first_stream: Callable[..., int]
+    run_shards: Callable[..., None]
+    at_start: bool
+
+    def choose_neighbours(self, attempt: Attempt, audit: Audit) -> None:
+        """Choose two shards to compute beside each other, in the first update and where two devices have one.
+
+        Args:
+            attempt: The attempt.
+            audit: Receives the shards, and copies of tensors that cannot be read again.
+        """
+        runs = [(place, run) for place, run in enumerate(attempt.share.shards_by_device) if run]
+        if self.at_start and len(runs) > 1:
+            audit.neighbours = {place: run[-1] for place, run in runs[:2]}
+        for shard in (audit.shard, *audit.neighbours.values()):
+            # Samples that draw would be others if they were read again.
+            if may_draw([attempt.batches[shard.batch]]):
+                given = (given for run in attempt.device_shards for each, given in run if each is shard)
+                audit.given[shard.index] = map_tensors(copied, next(given, None))
+
+    # What an attempt holds must not refer to it: a cycle would keep its gradients until the garbage collector runs.
+    def record(self, audit: Audit, share: RankShare, carried: CarriedAttempt | None, *computed: Any) -> None:
+        """Keep the checksums of the shards that are compared, and of buffers that shards may disagree on."""
+        place = next(at for at, run in enumerate(share.shards_by_device) if computed[0] in run)
+        left = self.prepared.runners[place].buffers.left()
+        audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
+        if computed[0].index in audit.compared:
+            audit.seals[computed[0].index] = self._seals(carried, place, *computed)
+
+    def _seals(
+        self, carried: CarriedAttempt | None, place: int, shard: Shard, gradients: Tensors, report: ShardReport
+    ) -> Seals:
+        """Return the checksums of what a shard has computed."""
+        returned = () if carried is None else carried.returned(shard.samples)
+        computed = (*gradients, report.loss, *self.prepared.runners[place].buffers.left(), *returned)
+        return seals_of(computed, report.weight)
+
+    def elsewhere(self, attempt: Attempt, audit: Audit, context: UpdateContext, place: int) -> Seals | None:
+        """Compute the audited shard on a device of this process; return its checksums, or None if it was left out."""
+
+        def around(_: int, work: Callable[[], None]) -> None:
+            if not self.at_start:
+                work()
+                return
+            users = [attempt.request.loss_fn, *self.replicas.replicas[place].modules()]
+            run_as_elsewhere(work, users, self.replicas.devices[place], in_thread=audit.place == audit.other)
+
+        return self._run(attempt, audit, context, {place: audit.shard}, around).get(place)
+
+    def _run(
+        self, attempt: Attempt, audit: Audit, context: UpdateContext, shards: Mapping[int, Shard], around: Around
+    ) -> dict[int, Seals]:
+        """Compute one shard on each of some devices; return the checksums by device."""
+        found: dict[int, Seals] = {}
+        again = {place: self._tensors_of(attempt, audit, shard, place) for place, shard in shards.items()}
+        carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
+
+        def record(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+            place = next(place for place, each in shards.items() if each.index == shard.index)
+            found[place] = self._seals(carried, place, shard, gradients, report)
+            # Of another rank, where each rank has a single one.
+            left = self.prepared.runners[place].buffers.left()
+            audit.note_buffers(self.prepared.buffer_refs, left, self.recipe.buffers)
+
+        in_audit = replace(attempt.gradient_context, inspect_shard=record, carried=carried)
+        tasks: list[DeviceGradientTask | None] = [None] * len(self.replicas.devices)
+
+        def work(place: int) -> None:
+            self.replicas.progress.start(place)  # of the thread that this is called in
+            self.run_shards(tasks, in_audit, attempt.request, again.get, place)
+
+        def compute(place: int) -> None:
+            if place in again:
+                around(place, partial(work, place))
+
+        self.streams.run(
+            partial(self.replicas.run, compute, settings=context.settings),
+            seed=self.recipe.seed,
+            first=self.first_stream(attempt.request.computation),
+            parallel=len(tasks) > 1,
+        )
+        return found
+
+    def _tensors_of(self, attempt: Attempt, audit: Audit, shard: Shard, place: int) -> list[tuple[Shard, Any]]:
+        """Return a shard with new tensors on a device."""
+        device = self.replicas.devices[place]
+        if shard.index not in audit.given:
+            return self.conversion.shards(attempt.batches, [[shard]], [device], self.first_stream())[0]
+        return [(shard, map_tensors(lambda each: copy_to_device(copied(each), device), audit.given[shard.index]))]
+
+    def side_by_side(self, attempt: Attempt, audit: Audit, context: UpdateContext) -> None:
+        """Compute two shards beside each other: after each operation of one the other one continues.
+
+        Raises:
+            OrderError: If one of them has other bits then, although a shard that is computed alone has the same ones.
+        """
+        hidden = audit.first is not None and audit.again is not None and audit.first != audit.again
+        # Kernels of accelerators may vary. All work stays in one thread, or a new thread may not get memory.
+        varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
+        if hidden or varies or context.settings.kept or is_memory_limited():
+            return
+        for lead in LEADS if audit.neighbours else ():
+            found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))
+            if found:
+                both = " and ".join(str(each.index) for each in audit.neighbours.values())
+                raise OrderError(
+                    f"Shards {both} of the first update were computed once more, each in the thread of its device and "
+                    f"in turn after each operation, and {found}. {SHARED}"
+                ) from cause
+
+    def _difference(
+        self, attempt: Attempt, audit: Audit, context: UpdateContext, turns: Turns
+    ) -> tuple[str, Exception | None]:
+        """Return what differs, or an empty text; and the error if one was raised."""
+        try:
+            found = self._run(attempt, audit, context, audit.neighbours, turns.run)
+        except Exception as error:  # noqa: BLE001 - the first computation has raised none
+            # The second computation needs more memory than the first, whose results are still there.
+            return ("", None) if is_memory_error(error) else (f"{type(error).__name__} was raised: {error}", error)
+        for place, shard in audit.neighbours.items():
+            pairs = zip(audit.names, audit.seals.get(shard.index, ()), found.get(place, ()), strict=False)
+            differs = next((name for name, first, again in pairs if first != again), None)
+            if differs is not None:
+                return f"shard {shard.index} has other bits in {differs} than before", None
+        return "", None
+
+
+SHARED: Final = (
+    "So the threads of the devices share something that your code changes for a moment: the weights or the mode of a "
+    "module outside of the model (`functional_call`, `eval()`), the values of parameters, an attribute of a criterion "
+    "or of another object, a preallocated tensor, or a switch of the process (`torch.backends`, `sdpa_kernel`, "
+    "`random.seed`, `mock.patch`), which may be left changed. Make the module or object a part of the model, of which "
+    "each device has a copy, or keep the value in a local variable. Or use one device per process, as with "
+    "`lockstep run -n 2` and devices=['cpu']."
+)
+"""What follows from shards that have other bits beside each other, and the cure."""
