@@ -305,6 +305,8 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     kind = type(value)
     if kind is FunctionType:
         yield from of_function(value)
+        # Of a function that a decorator has wrapped.
+        yield from _parts(path, value.__wrapped__) if "__wrapped__" in vars(value) else ()
     elif kind is MethodType:
         yield type(value.__self__).__name__, value.__self__
         yield from _parts(path, value.__func__)

@@ -183,6 +183,51 @@ def test_one_device_shares_nothing(make: Callable[[], Any]) -> None:
         assert updated(updater_of(network(), make(), 1, audit_every=0)) == 3
 
 
+def test_weights_that_begin_alike_are_found_in_a_later_one_of_the_first_updates() -> None:
+    torch.manual_seed(0)
+    model = network()
+    shadow = [each.detach().clone() for each in model.parameters()]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = [each.detach().clone() for each in model.parameters()]
+        for each, value in zip(model.parameters(), shadow, strict=True):
+            each.data.copy_(value)
+        with torch.no_grad():
+            target = model(x).softmax(1)
+        for each, value in zip(model.parameters(), kept, strict=True):
+            each.data.copy_(value)
+        return functional.cross_entropy(model(x), target) + functional.cross_entropy(model(x), y)
+
+    updater = updater_of(model, loss_fn)
+    updater.update()
+    with pytest.raises((ls.OrderError, ValueError), match=r"in turn after each operation|must not write"):
+        updated(updater, 2)
+    updater.finalize()
+
+
+def test_a_switch_that_is_left_changed_is_named() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = torch.backends.cudnn.benchmark
+            torch.backends.cudnn.benchmark = not before
+            x = self.body(x)
+            torch.backends.cudnn.benchmark = before
+            return x
+
+    benchmark = torch.backends.cudnn.benchmark
+    updater = updater_of(Half(), ls.supervised(functional.cross_entropy))
+    try:
+        with pytest.raises(ls.OrderError, match=r"torch.backends.cudnn.benchmark has another value than before"):
+            updater.update()
+    finally:
+        updater.finalize()
+        torch.backends.cudnn.benchmark = benchmark
+
+
 def work(make: Callable[[], Any]) -> tuple[str, int]:
     torch.manual_seed(0)
     updater = updater_of(network(), make(), 2, communicator=ls.find_communicator())
@@ -256,8 +301,8 @@ def test_what_threads_do_not_share_is_accepted(
 
 
 def test_the_number_of_calls() -> None:
-    """Four times for each of two shards, and once for the audited one, in the first update only."""
-    for devices, audit_every, extra in [(1, None, 1), (2, None, 9), (3, None, 9), (2, 0, 0), (2, 2, 10)]:
+    """Four times for each of two shards, and once for the audited one, in the audits of the first updates."""
+    for devices, audit_every, extra in [(1, None, 1), (2, None, 9), (3, None, 9), (2, 0, 0), (2, 2, 18)]:
         calls: list[int] = []
 
         def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Turns:
                 self._changed.notify_all()
 
     def take(self, thread: int) -> None:
-        """Give the turn to the other thread, and wait for the next one.
+        """Pass the turn to the other thread, and wait for the next one.
 
         Args:
             thread: The number of the calling thread.

@@ -267,6 +267,7 @@ class GradientEngine:
             self.first_stream,
             self._run_shards,
             self.training.iteration == self._start,
+            self.is_first,
         )
 
     def _run_shards(

@@ -13,7 +13,7 @@ from lockstep.errors import OrderError, is_memory_error
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited
+from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt import Attempt, Audit, Seals, UpdateContext, run_as_elsewhere, seals_of
 from lockstep.updaters.compute import DeviceGradientTask, PreparedModel, RankShare
@@ -44,6 +44,7 @@ class Recomputation:
         first_stream: Returns the position of the first random stream of a gradient of the update.
         run_shards: Computes the shards of a device.
         at_start: Whether the update is the first one after an updater was built or a state was loaded.
+        is_first: Whether it is one of the first, in which there are more checks.
     """
 
     training: TrainingState
@@ -55,16 +56,17 @@ class Recomputation:
     first_stream: Callable[..., int]
     run_shards: Callable[..., None]
     at_start: bool
+    is_first: bool
 
     def choose_neighbours(self, attempt: Attempt, audit: Audit) -> None:
-        """Choose two shards to compute beside each other, in the first update and where two devices have one.
+        """Choose two shards to compute beside each other, in the first updates and where two devices have one.
 
         Args:
             attempt: The attempt.
             audit: Receives the shards, and copies of tensors that cannot be read again.
         """
         runs = [(place, run) for place, run in enumerate(attempt.share.shards_by_device) if run]
-        if self.at_start and len(runs) > 1:
+        if self.is_first and len(runs) > 1:
             audit.neighbours = {place: run[-1] for place, run in runs[:2]}
         for shard in (audit.shard, *audit.neighbours.values()):
             # Samples that draw would be others if they were read again.
@@ -158,16 +160,18 @@ class Recomputation:
             if found:
                 both = " and ".join(str(each.index) for each in audit.neighbours.values())
                 raise OrderError(
-                    f"Shards {both} of the first update were computed once more, each in the thread of its device and "
-                    f"in turn after each operation, and {found}. {SHARED}"
+                    f"Shards {both} of one of the first updates were computed once more, each in the thread of its "
+                    f"device and in turn after each operation, and {found}. {SHARED}"
                 ) from cause
 
     def _difference(
         self, attempt: Attempt, audit: Audit, context: UpdateContext, turns: Turns
     ) -> tuple[str, Exception | None]:
         """Return what differs, or an empty text; and the error if one was raised."""
+        before = _switches()
         try:
-            found = self._run(attempt, audit, context, audit.neighbours, turns.run)
+            with refusing_writes(self.replicas):
+                found = self._run(attempt, audit, context, audit.neighbours, turns.run)
         except Exception as error:  # noqa: BLE001 - the first computation has raised none
             # The second computation needs more memory than the first, whose results are still there.
             return ("", None) if is_memory_error(error) else (f"{type(error).__name__} was raised: {error}", error)
@@ -176,7 +180,22 @@ class Recomputation:
             differs = next((name for name, first, again in pairs if first != again), None)
             if differs is not None:
                 return f"shard {shard.index} has other bits in {differs} than before", None
-        return "", None
+        changed = [name for name, value in _switches().items() if value != before[name]]
+        return f"{changed[0]} has another value than before" if changed else "", None
+
+
+def _switches() -> dict[str, object]:
+    """Return switches of the process by which torch chooses kernels."""
+    found: dict[str, object] = {
+        "the default dtype": torch.get_default_dtype(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+    }
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        found[f"torch.backends.cuda.{name}_sdp_enabled()"] = getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+    for name in ("enabled", "benchmark", "deterministic"):
+        found[f"torch.backends.cudnn.{name}"] = getattr(torch.backends.cudnn, name)
+    return found
 
 
 SHARED: Final = (
