@@ -152,8 +152,9 @@ class ReplicaSet:
                 stacklevel=3,
             )
         self._seconds = seconds_of(timeout)
-        self._watches_all = timeout is not None and timeout != "auto"
-        self.uses_threads = len(self.devices) > 1 or self._watches_all
+        self.watches_all = timeout is not None and timeout != "auto"
+        """Whether a device counts as hung after a time that was given."""
+        self.uses_threads = len(self.devices) > 1 or self.watches_all
         """Whether work may run in other threads, which need the settings of the caller."""
         places = range(len(self.devices))
         self._place_ranges = [places[place : place + 1] for place in places]
@@ -194,7 +195,7 @@ class ReplicaSet:
         Args:
             work: The work of each device.
         """
-        return self._watches_all or sum(map(bool, work)) > 1
+        return self.watches_all or sum(map(bool, work)) > 1
 
     def stop(self) -> None:
         """Ask every replica to stop because of an interrupt, and record which devices are at work."""
@@ -293,7 +294,7 @@ class ReplicaSet:
             return
         self.progress = progress = DeviceProgress(self.devices)
         try:
-            in_threads = self._watches_all or (parallel and len(self.devices) > 1)
+            in_threads = self.watches_all or (parallel and len(self.devices) > 1)
             if in_threads and settings.kept:
                 warn_of_kept(settings.kept)
                 in_threads = False
@@ -327,7 +328,7 @@ class ReplicaSet:
         """
         progress = self.progress
         runs = self._place_ranges if parallel else [range(len(self.devices))]
-        thread_runs = runs if self._watches_all else runs[1:]
+        thread_runs = runs if self.watches_all else runs[1:]
         # So far one thread may have worked for all devices in turn, so more may be missing.
         for run in thread_runs[len(self._workers) :]:
             serialize_forward_mode()
@@ -338,7 +339,7 @@ class ReplicaSet:
             for run, worker in zip(thread_runs, workers, strict=True):
                 # A copy for each thread, because a context can be entered once at a time.
                 worker.submit(partial(copy_context().run, self._work_under, settings, work, run, progress))
-            if not self._watches_all:
+            if not self.watches_all:
                 try:
                     self._work(work, 0, progress)
                 except BaseException as error:  # noqa: BLE001 - raised once all threads have ended

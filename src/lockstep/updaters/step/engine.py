@@ -72,7 +72,7 @@ from lockstep.updaters.step.checks import (
     options_of,
 )
 from lockstep.updaters.step.next_batches import NextBatches
-from lockstep.updaters.step.recomputation import Recomputation
+from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
@@ -359,15 +359,16 @@ class GradientEngine:
             self._speeds.start_computation()
         untimed = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
         compute = self.clock.timed(untimed) if self.clock.num_users else untimed
+        if attempt.audit is not None and attempt.audit.neighbours and not self.replicas.watches_all:
+            # So that nothing is changed by chance before `side_by_side`. A device that waits would count as hung.
+            compute = one_at_a_time(compute)
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
             self.streams.run(
                 partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
                 first=self.first_stream(request.computation),
-                # One device after another before `side_by_side`, so that nothing is changed by chance before it.
-                parallel=self.replicas.wants_threads(device_shards)
-                and not (attempt.audit and attempt.audit.neighbours),
+                parallel=self.replicas.wants_threads(device_shards),
             )
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))

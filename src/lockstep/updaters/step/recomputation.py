@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,3 +208,18 @@ SHARED: Final = (
     "`lockstep run -n 2` and devices=['cpu']."
 )
 """What follows from shards that have other bits beside each other, and the cure."""
+
+
+def one_at_a_time(compute: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that computes the shards of a device while no other device computes its own.
+
+    Args:
+        compute: The function to call with the index of a device.
+    """
+    lock = threading.Lock()
+
+    def alone(place: int) -> None:
+        with lock:
+            compute(place)
+
+    return alone
