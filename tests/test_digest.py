@@ -324,3 +324,9 @@ def test_a_sparse_layout_does_not_show(layout: torch.layout) -> None:
 def test_tensors_without_values_are_refused_by_name(state: Any, said: str) -> None:
     with pytest.raises(TypeError, match=f"`states` must hold tensors, numbers, text and None, got {said}"):
         ls.digest(state)
+
+
+def test_a_tensor_of_one_element_may_have_any_stride() -> None:
+    strided = torch.ones(1, 2)[:, 0]
+    assert strided.stride() == (2,)
+    assert ls.digest({"a": strided}) == ls.digest({"a": torch.ones(1)})

@@ -370,7 +370,8 @@ def _contents(tensor: torch.Tensor) -> Iterator[memoryview]:
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         if piece.numel():
             # As bytes, because NumPy has no arrays of bfloat16.
-            yield piece.view(-1).view(torch.uint8).numpy().data
+            # A tensor of one element counts as contiguous, whatever its strides are.
+            yield piece.as_strided((piece.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

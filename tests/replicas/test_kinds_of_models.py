@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -230,3 +231,115 @@ def test_a_model_that_computes_with_its_own_parameters_is_refused(devices: int) 
     model.zero_grad()
     model(X).sum().backward()
     torch.testing.assert_close(found, gradients(model))
+
+
+# What refers to the original ---------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A layer that multiplies by what its parent has set."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.body, self.parent = nn.Linear(4, 4), weakref.ref(parent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.parent().gate  # type: ignore[union-attr]
+
+
+class Gating(nn.Module):
+    """Sets an attribute in forward, which something else reads: a layer, a hook, or a function in an attribute."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.gate: Any = 1.0
+        self.kind, self.head = kind, nn.Linear(4, 2)
+        self.layer = Gated(self) if kind == "weak reference" else nn.Linear(4, 4)
+        if kind == "hook":
+            self.layer.register_forward_hook(lambda *called: called[2] * self.gate)
+        self.act = (lambda x: x * self.gate) if kind == "function" else torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gate = x.abs().mean(1, keepdim=True)
+        return self.head(self.act(self.layer(x)))
+
+
+def gating(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Gating(kind)
+
+    def loss_fn(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(net(x), y) * net.gate.mean()
+
+    def reading_outside(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(net(x), y) * torch.as_tensor(model.gate).mean()
+
+    return model, reading_outside if kind == "loss function" else loss_fn
+
+
+def gated(model: nn.Module, loss_fn: Any, devices: int) -> list[torch.Tensor]:
+    x, y = torch.ones(8, 4) * torch.arange(8)[:, None], torch.ones(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    updater = ls.ParallelUpdater([(x, y)] * 3, optimizer, model, devices=devices, num_shards=1, loss_fn=loss_fn)
+    try:
+        for _ in range(3):
+            updater.update()
+    finally:
+        updater.finalize()
+    return [each.detach() for each in model.parameters()]
+
+
+def test_a_weak_reference_to_a_parent_refers_to_the_replica() -> None:
+    model, loss_fn = gating("weak reference")
+    found = gated(model, loss_fn, 1)
+    plain, loss_fn = gating("weak reference")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.001)
+    x, y = torch.ones(8, 4) * torch.arange(8)[:, None], torch.ones(8, 2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn(plain, x, y).backward()
+        optimizer.step()
+    for one, other in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach())
+
+
+@pytest.mark.parametrize("kind", ["hook", "function", "loss function"])
+def test_what_forward_sets_is_not_read_from_the_original(kind: str) -> None:
+    model, loss_fn = gating(kind)
+    with pytest.raises(ValueError, match=r"A function must read 'gate', which a forward sets, from the replica"):
+        gated(model, loss_fn, 2)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_of_torch_export_is_trained() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    batch = {"input": {0: torch.export.Dim("batch", min=1, max=64)}}
+    exported = torch.export.export(net, (torch.ones(8, 4),), dynamic_shapes=batch).module()
+    found = gated(exported, ls.supervised(nn.functional.mse_loss), 1)
+    for one, other in zip(found, gated(net, ls.supervised(nn.functional.mse_loss), 1), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# What updates and saved states cannot write to -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.eye(2).to_sparse(), r"must have dense buffers, got 'table' of the layout torch.sparse_coo"),
+        (torch.ones(1).expand(3), r"must have no expanded buffers, got 'table'"),
+    ],
+)
+def test_buffers_without_memory_for_each_element_are_refused(buffer: torch.Tensor, message: str) -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("table", buffer)
+    with pytest.raises(ValueError, match=message):
+        gated(model, ls.supervised(nn.functional.mse_loss), 1)
+
+
+def test_hooks_of_several_gradients_are_refused() -> None:
+    model = nn.Linear(4, 2)
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda _: None)
+    with pytest.raises(ValueError, match=r"must have no hooks of several gradients .*, got one on 'weight'"):
+        gated(model, ls.supervised(nn.functional.mse_loss), 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
@@ -116,8 +118,17 @@ def copy_model(
             f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
             "forwards out of its attributes, or define `__deepcopy__` for their class."
         ) from error
+    _copy_weak_references(model, memo)
     _check_tensors_copied(model, copied, memo)
     return copied
+
+
+def _copy_weak_references(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Replace weak references of modules, such as that of a layer to its parent, by references to the copies."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is weakref.ref and id(value()) in memo:
+                vars(memo[id(module)])[name] = weakref.ref(memo[id(value())])
 
 
 def _copy_views(
@@ -502,7 +513,9 @@ def _has_members(value: Any) -> bool:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor can be compared in each update."""
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= MOST_ENTRIES
+    plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    # Nodes of an exported graph hold tensors without values.
+    return plain and not isinstance(tensor, FakeTensor) and tensor.numel() <= MOST_ENTRIES
 
 
 def _shallow_copy(container: Any) -> Any:

@@ -143,6 +143,8 @@ class PreparedModel:
         if not named:
             raise ValueError("`model` must have a parameter that requires a gradient, got none.")
         parameters = list(named.values())
+        _check_hooks(named)
+        _check_buffers(replicas.model)
         # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer bits.
         held = recipe.precision_policy.held_dtype is not None
         like = [_float32_like(each) if held else each.detach() for each in parameters]
@@ -208,3 +210,33 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
+
+
+def _check_hooks(named: Mapping[str, nn.Parameter]) -> None:
+    """Check that no hook waits for the gradients of several parameters in one backward, which a batch does not have."""
+    for name, parameter in named.items():
+        for hook in (parameter._backward_hooks or {}).values():
+            if "register_multi_grad_hook" in getattr(hook, "__qualname__", ""):
+                raise ValueError(
+                    f"`model` must have no hooks of several gradients (register_multi_grad_hook), got one on {name!r}. "
+                    "Use Tensor.register_hook on each parameter, or a hook of the optimizer's step."
+                )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Check that buffers have a place in memory for each element, because updates and saved states write to them."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"`model` must have dense buffers, got {name!r} of the layout {buffer.layout}. Keep it in a plain "
+                "attribute of its module, or call to_dense() on it."
+            )
+        if not buffer.is_nested and any(map(_is_expanded, buffer.shape, buffer.stride())):
+            raise ValueError(
+                f"`model` must have no expanded buffers, got {name!r}, of which several elements are one number in "
+                "memory, so that no saved state could be loaded into it. Call clone() or contiguous() on it."
+            )
+
+
+def _is_expanded(size: int, step: int) -> bool:
+    return size > 1 and step == 0

@@ -33,6 +33,10 @@ from lockstep.updaters.setup import NetworkSet, Recipe
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
 
+COMPARED: Final = (torch.Tensor, bool, int, float, str)
+"""The types of attributes whose values are compared."""
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+"""The attributes in which a module keeps hooks that run within a forward."""
 MOST_FUNCTIONS: Final = 100
 """The number of functions that are looked at most, of those that a loss function calls."""
 
@@ -355,6 +359,8 @@ def check_first_shards(
         )
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
+    if context.reads_buffers:
+        check_no_original_attributes(loss_fn, model, prepared.runners[0].replica)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
@@ -425,7 +431,7 @@ def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: At
         id(value)
         for function, _ in _called(loss_fn)
         if type(code := getattr(function, "__func__", function)) is FunctionType
-        for value in values_read(code, getattr(function, "__self__", None))
+        for _, _, value in values_read(code, getattr(function, "__self__", None))
     }
     for index, ref in enumerate(prepared.buffer_refs):
         start = ref.get()
@@ -440,6 +446,40 @@ def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: At
                 f"{ref.path!r} of your original model, which has the value of the last update until this one is "
                 "applied. Read it from the argument of `loss_fn`, or return it from forward."
             )
+
+
+def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Module) -> None:
+    """Check that no function reads from the original model an attribute that a forward has set in a replica.
+
+    Args:
+        loss_fn: The loss function.
+        model: The original model, whose hooks and attributes may be functions as well.
+        replica: A replica that has computed a shard.
+
+    Raises:
+        ValueError: If a function reads such an attribute by its name.
+    """
+    changed: dict[int, set[str]] = {}
+    functions = [each for each, _ in _called(loss_fn)]
+    for original, copied in zip(model.modules(), replica.modules(), strict=False):
+        before, own = attributes(original), attributes(copied)
+        changed[id(original)] = {name for name, value in own.items() if _is_set(before.get(name), value)}
+        functions += [each for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
+    for function in filter(lambda each: type(each) is FunctionType, functions if any(changed.values()) else ()):
+        for holder, name, _ in values_read(function):
+            if name in changed.get(id(holder), ()):
+                raise ValueError(
+                    f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
+                    f"{function.__qualname__!r}, which reads it from your original model, whose forward is never run. "
+                    "Read it from the argument of `loss_fn` or of the hook, or make the function a method."
+                )
+
+
+def _is_set(before: Any, after: Any) -> bool:
+    """Return whether an attribute has another value than before, as far as values of its type are compared."""
+    if type(after) is not torch.Tensor or type(before) is not torch.Tensor:
+        return type(after) in COMPARED and (type(before) is not type(after) or before != after)
+    return not torch.equal(after.detach().to(before.device), before.detach())
 
 
 def _called(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:
