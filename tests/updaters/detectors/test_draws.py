@@ -120,6 +120,30 @@ def test_a_generator_that_belongs_to_no_shard_is_warned_of(where: str, num_devic
         updater.update()
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_seed_that_is_set_in_each_call_is_warned_of_where_threads_share_it(num_devices: int) -> None:
+    def seeded() -> float:
+        np.random.seed(0)
+        return 1.0 + float(np.random.random())
+
+    state = np.random.get_state(legacy=False)["state"]["pos"]
+    loss = Drawing(seeded)
+    updater = updater_for(MLP, Placement(num_devices), num_shards=4, loss_fn=loss)
+    with finalized(updater), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updater.update()
+    found = [str(each.message) for each in caught if each.category is ls.RandomStreamWarning]
+    assert ["`numpy.random`" in each for each in found] == [True] * (num_devices - 1)
+    np.random.seed(state % 1000)
+
+
+def test_the_generators_are_as_before_where_nothing_draws() -> None:
+    before = random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
+    with finalized(updater_for(MLP, Placement(2), num_shards=4, loss_fn=cross_entropy)) as updater:
+        updater.update()
+    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]) == before
+
+
 def test_a_loss_function_may_refer_to_a_variable_without_a_value() -> None:
     model = nn.Linear(6, 3)
 
