@@ -138,6 +138,8 @@ def test_a_damaged_snapshot_is_left_out_with_a_warning(tmp_path: Path) -> None:
         again.run(resume="auto")
     assert again.resumption is not None
     assert again.resumption.update == 6
+    # What is loaded is not kept as well.
+    assert again.resumption.updater == {}
     assert snapshots(tmp_path) == [2, 4, 6, 8, 10]
 
 

@@ -343,3 +343,22 @@ def test_hooks_of_several_gradients_are_refused() -> None:
     torch.autograd.graph.register_multi_grad_hook([*model.parameters()], lambda _: None)
     with pytest.raises(ValueError, match=r"must have no hooks of several gradients .*, got one on 'weight'"):
         gated(model, ls.supervised(nn.functional.mse_loss), 1)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Tanh()}).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def test_replicas_follow_the_order_of_modules() -> None:
+    model = Chain()
+    net = ls.DataParallel(model, ["cpu"] * 2)
+    assert torch.equal(net(X), model(X))
+    model.layers["a"] = model.layers.pop("a")
+    assert torch.equal(net(X), model(X))

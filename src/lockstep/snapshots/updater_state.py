@@ -139,8 +139,8 @@ class Resumption:
         accepted: The names of the fields of the recipe that differ.
         same_kernels: Whether this process has the kernels of the snapshot.
         same_run: Whether the run continues in the folder of the snapshot, under the same name.
-        updater: The state for the updater.
-        surroundings: The state for the trainer; None if the snapshot was saved without one.
+        updater: The state for the updater; empty once a trainer has loaded it.
+        surroundings: The state for the trainer; None if the snapshot was saved without one, or once it is loaded.
     """
 
     path: Path

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -374,7 +375,8 @@ class Trainer(KnowsOthers):
             )
         with fitting(resumption.path):
             self.load_state_dict({**resumption.surroundings, "updater": resumption.updater})
-        return resumption
+        # Its tensors are loaded, and would stay in memory until the run ends.
+        return replace(resumption, updater={}, surroundings=None)
 
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         """Load every part, or none."""

@@ -267,6 +267,13 @@ def own_base(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return alone(nn.Sequential(*[*model.children()][:-1]), x, y) + functional.cross_entropy(model[0](x)[:, :3], target)
 
 
+COMPILED = torch.compile(lambda out, y: functional.cross_entropy(out * 1.5, y) + out.square().mean(), backend="eager")
+
+
+def compiled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return COMPILED(model(x), y)
+
+
 LOCK = threading.Lock()
 
 
@@ -284,8 +291,14 @@ CRITERION = Scratch()
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(
     ("model", "loss_fn"),
-    [(network, alone), (partial(member, network), own_base), (network, locked)],
-    ids=["nothing", "member", "lock"],
+    [
+        (network, alone),
+        (partial(member, network), own_base),
+        (network, locked),
+        # The compiler reads `grad` of its inputs.
+        pytest.param(network, compiled, marks=pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")),
+    ],
+    ids=["nothing", "member", "lock", "compiled"],
 )
 def test_what_threads_do_not_share_is_accepted(
     model: Callable[[], nn.Module], loss_fn: Loss, devices: int, monkeypatch: pytest.MonkeyPatch

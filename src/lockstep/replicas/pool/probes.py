@@ -136,5 +136,7 @@ class TakingTurns(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function."""
-        self._turns.take(self._thread)
+        # The compiler inlines this method, and what it compiles runs in one turn.
+        if not torch.compiler.is_compiling():
+            self._turns.take(self._thread)
         return func(*args, **(kwargs or {}))
