@@ -51,8 +51,7 @@ class Record(NamedTuple):
 
     def differing(self, other: Record) -> list[str]:
         """List the tensors that only one of two records has, or that differ, in the order of this one."""
-        names = {**self.tensors, **other.tensors}
-        return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
+        return [change.name for change in compare_fields(self.tensors, other.tensors)]
 
 
 def record_of(state: Content) -> Record:
@@ -142,11 +141,9 @@ class DigestLog:
 def _difference(before: Record, again: Record) -> str:
     """Describe how the second result of an update differs from the first."""
     where = "every tensor is equal, but counters or options differ"
-    if differing := before.differing(again):
-        name = differing[0]
-        old, new = (each.tensors.get(name, "nothing") for each in (before, again))
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        where = f"the tensor {name!r}{more} differs (SHA-256 {old}..., now {new}...)"
+    if changes := compare_fields(before.tensors, again.tensors):
+        first, more = changes[0], f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+        where = f"the tensor {first.name!r}{more} differs (SHA-256 {first.saved}..., now {first.own}...)"
     return (
         f"Update {again.update} was repeated after a restart with another result: {where}. The hardware made an error, "
         "or the result depends on something that is neither saved nor seeded."
@@ -199,11 +196,14 @@ class Agreement:
     Args:
         communicator: The communicator of the run.
         verified: Called with each snapshot of which all ranks have the same bits, and the number of ranks.
+
+    Attributes:
+        size: The number of ranks.
     """
 
     def __init__(self, communicator: Communicator, verified: Callable[[Record, int], object]) -> None:
-        self._communicator = communicator
-        self._verified = verified
+        self.size = communicator.size
+        self._communicator, self._verified = communicator, verified
         self._records: dict[int, Record] = {}
         self._open: int | None = None
         # In updates: until they ask again, between the last time and the next, since the snapshot, and what that took.
@@ -219,11 +219,6 @@ class Agreement:
             self._took = self._left = max(1, self._took - 1)
             self._pause, self._passed = 1, 0
         self._open = update
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._communicator.size
 
     def add(self, record: Record) -> None:
         """Add the digests of a snapshot that this rank has computed. A single rank compares none, and keeps none."""
@@ -264,7 +259,7 @@ class Agreement:
         values = {**record.tensors, "a counter, an option or a position": record.digest}
         found = self._communicator.exchange_json(values)
         rank = next(rank for rank, each in enumerate(found) if each != found[0])
-        name = Record(0, "", found[rank]).differing(Record(0, "", found[0]))[0]
+        name = compare_fields(found[rank], found[0])[0].name
         return DisagreementError(
             f"Rank {rank} must have rank 0's state after update {record.update}, but it has other bits in {name}. "
             f"{REMEDY}",
