@@ -154,7 +154,6 @@ class Buffers:
     """Memory on the CPU that is kept between snapshots, because fresh memory costs more than the copy."""
 
     def __init__(self) -> None:
-        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -165,11 +164,10 @@ class Buffers:
             tensors: The tensors, on any devices. When this returns, they may change.
         """
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if kinds != self._kinds:
+        if kinds != [(kept.dtype, kept.shape) for kept in self._kept]:
             # The old buffers go first, so that there is never more than one copy of the state in a set.
-            self._kinds, self._kept = [], []
+            self._kept = []
             self._kept = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
-            self._kinds = kinds
         if kinds:
             torch._foreach_copy_(self._kept, list(tensors))
         return self._kept

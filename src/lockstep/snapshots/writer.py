@@ -125,14 +125,10 @@ class Digester(AbstractContextManager[Any]):
 
     def report(self) -> None:
         """Warn of what went wrong since the last call, and raise what the thread has raised."""
-        done = [job for job in self._jobs if job.future.done()]
-        self._jobs = [job for job in self._jobs if job not in done]
-        errors = [job.future.exception() for job in done]
-        for job, error in zip(done, errors, strict=True):
-            for message in job.future.result() if error is None else ():
+        # One thread does them in this order.
+        while self._jobs and self._jobs[0].future.done():
+            for message in self._jobs.pop(0).future.result():
                 warnings.warn(message, SnapshotWarning, stacklevel=4)
-        for error in filter(None, errors):
-            raise error
 
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Process one state in the thread, and return what went wrong.
