@@ -18,9 +18,8 @@ import torch
 
 from lockstep.arguments import look_up
 from lockstep.errors import SnapshotError, StateError, printable
-from lockstep.snapshots.content import MANIFEST, model_file
-from lockstep.snapshots.disk import snapshots_in
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.content import model_file
+from lockstep.snapshots.snapshot import Snapshot, load_from
 from lockstep.snapshots.updater_state import fitting
 from lockstep.updaters import MAIN, Updater
 
@@ -120,10 +119,7 @@ def _write_config(config: Any, folder: Path) -> None:
 
 
 def _read(source: str | Path) -> Snapshot:
-    """Read a snapshot, or the newest whole one of a run."""
-    folder = Path(source)
-    is_snapshot = snapshots_in(folder) is None and (folder.is_symlink() or (folder / MANIFEST).exists())
-    snapshot = load(folder) if is_snapshot else newest_whole(folder)
+    snapshot = load_from(source)
     if snapshot is None:
         raise SnapshotError(f"`source` must be the folder of a run with snapshots, or of a snapshot, got {source}.")
     return snapshot

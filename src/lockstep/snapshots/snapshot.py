@@ -253,6 +253,23 @@ def newest_whole(out: str | Path) -> Snapshot | None:
     return None
 
 
+def load_from(source: str | Path) -> Snapshot | None:
+    """Load a snapshot, or the newest whole one of a run.
+
+    Args:
+        source: The folder of the snapshot or of the run.
+
+    Returns:
+        The snapshot, or None if the folder is neither.
+
+    Raises:
+        SnapshotError: As `load` and `newest_whole`.
+    """
+    folder = Path(source)
+    is_snapshot = snapshots_in(folder) is None and (folder.is_symlink() or (folder / MANIFEST).exists())
+    return load(folder) if is_snapshot else newest_whole(folder)
+
+
 def _set_aside(path: Path) -> str:
     """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
     try:
