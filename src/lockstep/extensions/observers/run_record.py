@@ -77,7 +77,6 @@ class RunRecord(Extension):
         self.filename = filename
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
-        self._writes = False
         self._begun_at = 0
         self._clock: Clock | None = None
         self._start: Times | None = None
@@ -123,7 +122,7 @@ class RunRecord(Extension):
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due, and write the session after the first one."""
-        if self._writes and trainer.updater.iteration == self._begun_at + 1:
+        if trainer.is_main and trainer.updater.iteration == self._begun_at + 1:
             self._file.write()
         if self._clock is None:
             return
@@ -141,7 +140,7 @@ class RunRecord(Extension):
             return
         times = self._times or self._clock.zero
         ranks = updater.communicator.exchange_json({"seconds": times.seconds, "devices": times.device_seconds})
-        if self._writes:
+        if trainer.is_main:
             interval = {
                 "update": updater.iteration,
                 "epoch": updater.epoch_detail,
@@ -170,10 +169,9 @@ class RunRecord(Extension):
                 self._clock.stop(self._start)
             self._clock = self._start = None
         # A start that is refused leaves the record of an earlier run as it is.
-        if self._writes and (self._error is None or trainer.updater.iteration > self._begun_at):
+        if trainer.is_main and (self._error is None or trainer.updater.iteration > self._begun_at):
             self._file.add(_line("end", self._ending(trainer)))
             self._file.write(durable=True)
-        self._writes = False
 
     def _ending(self, trainer: Trainer) -> dict[str, Any]:
         updater, error = trainer.updater, self._error
@@ -190,7 +188,7 @@ class RunRecord(Extension):
         """Keep the whole lines of an earlier session of this run, and no others."""
         source = trainer.resumption
         continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
-        self._file.folder, self._writes = trainer.out, True
+        self._file.folder = trainer.out
         data = self._file.read() or b""
         self._file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
 
