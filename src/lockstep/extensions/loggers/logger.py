@@ -87,7 +87,6 @@ class Logger(Extension):
         self._rows: list[Row] = []
         self._last_written = 0
         self._is_open = False
-        self._failed = False
 
     @abstractmethod
     def open(self, trainer: Trainer, *, keep: float) -> int:
@@ -140,7 +139,6 @@ class Logger(Extension):
 
     def begin(self, trainer: Trainer) -> None:
         """Open the log, and write the configuration if it is new."""
-        self._failed = False
         if not trainer.is_main:
             return
         kept = _kept(trainer)
@@ -174,24 +172,21 @@ class Logger(Extension):
         self._means.clear()
         self._observed_at.clear()
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - any error
-        """Record that the run ends with an error, after which its interval may still continue."""
-        self._failed = True
-
     def finalize(self, trainer: Trainer) -> None:
         """Write the rest of the interval and the summary, unless the run ended with an error, and close the log."""
         if not self._is_open:
             return
         self._unobserved.check(trainer, trainer.observation, at_end=True)
         try:
-            if not self._failed:
+            # After an error, the interval may still continue.
+            if trainer.error is None:
                 self._end_interval()
                 models = trainer.updater.get_all_models()
                 digests = {name: digest(model) for name, model in models.items()}
                 self._attempt(self.summarize, {"update": trainer.updater.iteration, "digest": digests})
         finally:
             self._is_open = False
-            self._attempt(self.close, failed=self._failed)
+            self._attempt(self.close, failed=trainer.error is not None)
 
     def state_dict(self) -> dict[str, object]:
         """Return the means of the current interval and the last entries; what was written before is flushed."""

@@ -85,12 +85,11 @@ class RunRecord(Extension):
         self._every = 1
         self._retries = 0
         self._recipe: dict[str, object] = {}
-        self._error: BaseException | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Begin a session, and begin to measure. Every rank must call this."""
         updater = trainer.updater
-        self._error, self._begun_at = None, updater.iteration
+        self._begun_at = updater.iteration
         on_cpu = all(device.type == "cpu" for device in updater.devices)
         self._every = self.every or (1 if on_cpu else EVERY_ON_ACCELERATORS)
         own = {"host": socket.gethostname(), "devices": [_device_name(each) for each in updater.devices]}
@@ -154,27 +153,23 @@ class RunRecord(Extension):
             self._file.append(_line("interval", interval))
         self._times, self._measured, self._retries = None, 0, updater.num_retries
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
-        """Record the error that ends the session."""
-        self._error = error
-
     def finalize(self, trainer: Trainer) -> None:
         """End the session, and the last interval unless the run ended with an error."""
         try:
             # After an error, other ranks may not reach this call.
-            if self._error is None and self._times:
+            if trainer.error is None and self._times:
                 self(trainer)
         finally:
             if self._clock is not None and self._start is not None:
                 self._clock.stop(self._start)
             self._clock = self._start = None
         # A start that is refused leaves the record of an earlier run as it is.
-        if trainer.is_main and (self._error is None or trainer.updater.iteration > self._begun_at):
+        if trainer.is_main and (trainer.error is None or trainer.updater.iteration > self._begun_at):
             self._file.add(_line("end", self._ending(trainer)))
             self._file.write(durable=True)
 
     def _ending(self, trainer: Trainer) -> dict[str, Any]:
-        updater, error = trainer.updater, self._error
+        updater, error = trainer.updater, trainer.error
         ending: dict[str, Any] = {"time": _now(), "update": updater.iteration, "elapsed_time": trainer.elapsed_time}
         if error is not None:
             return {**ending, "error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
