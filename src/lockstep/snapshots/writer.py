@@ -301,21 +301,22 @@ class SnapshotWriter(Digester):
         Raises:
             SnapshotError: If snapshots are required and the last one could not be written.
         """
-        if not self._closed:
-            try:
-                super().close()
-            finally:
-                self._lock.close()
-            self._check_failures(1)
+        try:
+            super().close()
+        finally:
+            self._lock.close()
 
     def report(self) -> None:
         """Warn of what went wrong since the last call.
 
         Raises:
-            SnapshotError: If snapshots are required and the last three attempts have failed.
+            SnapshotError: If snapshots are required and the last three attempts have failed, or at the end the last.
         """
         super().report()
-        self._check_failures(FAILURES)
+        if self._required and self._failures >= (1 if self._closed else FAILURES):
+            raise SnapshotError(
+                f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
+            )
 
     def mark_verified(self, update: int, digest: str, ranks: int) -> None:
         """Record in the background that ranks have the bits of a snapshot, if it is there.
@@ -414,13 +415,6 @@ class SnapshotWriter(Digester):
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
         own = [(each, manifest) for each, manifest in found if manifest.run_id == self._run_id]
         return [Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own]
-
-    def _check_failures(self, failures: int) -> None:
-        """Check that not too many attempts have failed in a row, if snapshots are required."""
-        if self._required and self._failures >= failures:
-            raise SnapshotError(
-                f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
-            )
 
 
 def write_beside(
