@@ -19,6 +19,7 @@ from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import Updater
 
 EPOCH: Final = "epoch"
 """The name of the value that every entry contains, the number of epochs including the fraction of the current one."""
@@ -253,19 +254,19 @@ def _kept(trainer: Trainer) -> float:
 
 def _configuration(trainer: Trainer, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a run as JSON values."""
-    recipe = trainer.updater.recipe_fields()
     given = {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in hyperparameters.items()
     }
-    found = {"hyperparameters": given, "recipe": recipe, "recipe_digest": recipe_digest(recipe)}
-    return {**found, PROGRAM: describe_program()}
+    return {"hyperparameters": given, **recipe_of(trainer.updater), PROGRAM: describe_program()}
 
 
-def recipe_digest(recipe: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a recipe.
+def recipe_of(updater: Updater) -> dict[str, Any]:
+    """Return the recipe of a run (`Updater.recipe_fields`) under ``"recipe"``, and its SHA-256 beside it.
 
     Args:
-        recipe: JSON values by name, see `Updater.recipe_fields`.
+        updater: The updater of the run.
     """
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    recipe = updater.recipe_fields()
+    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
+    return {"recipe": recipe, "recipe_digest": hashlib.sha256(text.encode()).hexdigest()}

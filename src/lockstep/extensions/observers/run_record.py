@@ -16,7 +16,7 @@ from lockstep._version import __version__
 from lockstep.arguments import check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
-from lockstep.extensions.loggers import recipe_digest
+from lockstep.extensions.loggers import recipe_of
 from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
@@ -84,7 +84,7 @@ class RunRecord(Extension):
         self._measured = 0
         self._every = 1
         self._retries = 0
-        self._recipe: dict[str, object] = {}
+        self._recipe: dict[str, Any] = {}
 
     def initialize(self, trainer: Trainer) -> None:
         """Begin a session, and begin to measure. Every rank must call this."""
@@ -94,7 +94,7 @@ class RunRecord(Extension):
         self._every = self.every or (1 if on_cpu else EVERY_ON_ACCELERATORS)
         own = {"host": socket.gethostname(), "devices": [_device_name(each) for each in updater.devices]}
         ranks = updater.communicator.exchange_json(own)
-        self._recipe = updater.recipe_fields()
+        self._recipe = recipe_of(updater)
         if trainer.is_main:
             resumption = trainer.resumption
             session = {
@@ -106,8 +106,7 @@ class RunRecord(Extension):
                 "update": updater.iteration,
                 "resumed_from": None if resumption is None else str(resumption.path),
                 "ranks": ranks,
-                "recipe": self._recipe,
-                "recipe_digest": recipe_digest(self._recipe),
+                **self._recipe,
                 "kernel_class": kernel_class(updater.devices),
             }
             self._begin(trainer)
@@ -173,10 +172,10 @@ class RunRecord(Extension):
         ending: dict[str, Any] = {"time": _now(), "update": updater.iteration, "elapsed_time": trainer.elapsed_time}
         if error is not None:
             return {**ending, "error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
-        recipe = updater.recipe_fields()
+        recipe = recipe_of(updater)
         if recipe != self._recipe:
             # Lazy modules have a shape now.
-            ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
+            ending |= recipe
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
 
     def _begin(self, trainer: Trainer) -> None:
