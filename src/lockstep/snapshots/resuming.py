@@ -168,7 +168,6 @@ def _save(updater: Updater, target: Path) -> None:
     if target.exists():
         cure = "Choose another path, remove it, or continue from it by lockstep.snapshots.restore(updater, path)."
         raise FileExistsError(f"`path` must not exist, got {target}. {cure}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_now(Disk(), target, content, ["saved by a call"], {PROGRAM: describe_program()})
 
 

@@ -447,7 +447,6 @@ def write_beside(
         TypeError: If the content holds something that a snapshot cannot hold.
     """
     path = (snapshots_in(Path(out)) or Path(out) / FOLDER) / folder_name(content.progress["update"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_now(disk or Disk(), path, content, reasons, about or {})
     return path
 
