@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from lockstep.errors import SideFileError, SideFileWarning
 
-DAMAGE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
-"""What parsing a damaged file raises."""
+DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, csv.Error)
+"""What parsing a file raises that is damaged, or made with intent."""
 
 _KINDS: Final = {
     "l": "a link",

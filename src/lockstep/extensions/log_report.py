@@ -133,10 +133,10 @@ class LogReport(Extension):
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
         communicator = trainer.updater.communicator
         if first_rank_in_folder(communicator, trainer.out)[communicator.rank] == communicator.rank:
-            others = [name for name, each in trainer.extensions.items() if isinstance(each, LogReport)]
-            if [trainer.extensions[name].filename for name in others].count(self.filename) > 1:  # type: ignore[attr-defined]
+            names = {name: each.filename for name, each in trainer.extensions.items() if isinstance(each, LogReport)}
+            if [*names.values()].count(self.filename) > 1:
                 raise ValueError(
-                    f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(others)}. "
+                    f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(names)}. "
                     "Leave one out, or pass filename=."
                 )
             self._file.folder = trainer.out
@@ -199,10 +199,7 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
     Raises:
         TypeError: If no `LogReport` was added under this name.
     """
-    try:
-        extension = trainer.get_extension(name)
-    except KeyError:
-        extension = reader
+    extension = trainer.extensions.get(name)
     if not isinstance(extension, LogReport):
         rule = f"must name a LogReport that {reader.name} can read"
         raise TypeError(f"`log_report` {rule}, got {name!r}. Call `trainer.extend(LogReport())` as well.")

@@ -83,7 +83,7 @@ class DigestLog:
     def __init__(self, out: Path, *, conditions: str, resumed_at: int | None, required: bool = False) -> None:
         self._file = SideFile(out, FILENAME, required=required)
         self._conditions = conditions
-        self._header: tuple[str, tuple[str, ...]] | None = None
+        self._header: dict[str, Any] = {}
         self._file.check()
         found = [] if resumed_at is None else _read(self._file)
         # Under other conditions other bits are right.
@@ -128,13 +128,9 @@ class DigestLog:
 
     def _lines(self, conditions: str, record: Record) -> bytes:
         """Return the line of a record, with a header before it if the last one does not fit."""
-        lines: list[dict[str, Any]] = []
-        header = (conditions, tuple(record.tensors))
-        if header != self._header:
-            lines.append({"conditions": conditions, "tensors": list(record.tensors)})
-            self._header = header
-        digits = "".join(record.tensors.values())
-        lines.append({"update": record.update, "digest": record.digest, "tensors": digits})
+        before, self._header = self._header, {"conditions": conditions, "tensors": list(record.tensors)}
+        line = {"update": record.update, "digest": record.digest, "tensors": "".join(record.tensors.values())}
+        lines = [line] if before == self._header else [self._header, line]
         return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
