@@ -202,7 +202,7 @@ class Retention:
         if self.mode not in {"max", "min"}:
             raise ValueError(f'`mode` must be "max" or "min", got {self.mode!r}.')
 
-    def removable(self, found: Sequence[Kept], newest: Kept) -> list[Kept]:
+    def removable(self, found: Iterable[Kept], newest: Kept) -> list[Kept]:
         """Return the snapshots that are neither among the newest nor the best one nor the last one ranks agreed on.
 
         Args:
@@ -362,17 +362,17 @@ class SnapshotWriter(Digester):
         self._failures = 0
         self.newest, self.newest_update = path, manifest.update
         newest = Kept(path, manifest.update, manifest.metrics)
-        self._kept = [each for each in self._kept if each.path != path] + [newest]
+        self._kept[newest.update] = newest
         # Before older ones are removed, because that may fail.
         self.records.put(record_of(manifest))
-        for each in self._retention.removable(self._kept, newest):
+        for each in self._retention.removable(self._kept.values(), newest):
             try:
                 discard(self._disk, each.path)
             except (OSError, SnapshotError) as error:
                 problems.append(f"Old snapshots in {self._folder} could not be removed: {error}.")
                 if isinstance(error, OSError):
                     break
-            self._kept.remove(each)
+            del self._kept[each.update]
         return problems
 
     def _come_back(self) -> None:
@@ -381,30 +381,29 @@ class SnapshotWriter(Digester):
         lock = FolderLock(self._folder)
         self._lock.close()
         self._lock = lock
-        self._kept = [each for each in self._kept if each.path.is_dir()]
+        self._kept = {update: each for update, each in self._kept.items() if each.path.is_dir()}
 
     def _mark(self, update: int, mark: bytes, ranks: int) -> list[str]:
-        for index, each in enumerate(self._kept):
-            if each.update == update:
-                self._kept[index] = replace(each, ranks=ranks)
-                path = each.path / VERIFIED
-                try:
-                    if os.path.lexists(path):
-                        self._disk.remove_file(path)
-                    write_file(self._disk, path, [mark])
-                    self._disk.sync_folder(each.path)
-                except OSError as error:
-                    return [f"That ranks agree on {each.path} could not be recorded: {error}."]
+        if update not in self._kept:
+            return []
+        self._kept[update] = kept = replace(self._kept[update], ranks=ranks)
+        path = kept.path / VERIFIED
+        try:
+            if os.path.lexists(path):
+                self._disk.remove_file(path)
+            write_file(self._disk, path, [mark])
+            self._disk.sync_folder(kept.path)
+        except OSError as error:
+            return [f"That ranks agree on {kept.path} could not be recorded: {error}."]
         return []
 
     def _set_aside(self, since: int) -> list[Path]:
-        since = max([since, *(each.update for each in self._kept if each.ranks)])
-        doubtful = [each for each in self._kept if each.update > since]
-        self._kept = [each for each in self._kept if each not in doubtful]
-        return set_aside(self._disk, [each.path for each in doubtful if kind_of(each.path)], UNVERIFIED)
+        since = max([since, *(update for update, each in self._kept.items() if each.ranks)])
+        doubtful = [self._kept.pop(update).path for update in sorted(self._kept) if update > since]
+        return set_aside(self._disk, filter(kind_of, doubtful), UNVERIFIED)
 
-    def _survey(self, out: Path) -> list[Kept]:
-        """Remove what an interrupted process has left, and return the snapshots of this run in ascending order."""
+    def _survey(self, out: Path) -> dict[int, Kept]:
+        """Remove what an interrupted process has left, and return the snapshots of this run by their updates."""
         for path in self._folder.iterdir():
             if path.name.startswith(TEMPORARY):
                 try:
@@ -414,7 +413,7 @@ class SnapshotWriter(Digester):
                     warnings.warn(message, SnapshotWarning, stacklevel=4)
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
         own = [(each, manifest) for each, manifest in found if manifest.run_id == self._run_id]
-        return [Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own]
+        return {each.update: Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own}
 
 
 def write_beside(
