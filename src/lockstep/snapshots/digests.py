@@ -327,10 +327,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         for out, found in zip(outs, manifests, strict=True)
     ]
     common = tuple(sorted(records[0].keys() & records[1].keys()))
-    unequal = (update for update in common if records[0][update].digest != records[1][update].digest)
-    differs = next(unequal, None)
-    before = [update for update in common if differs is None or update < differs]
-    differing = [] if differs is None else records[0][differs].differing(records[1][differs])
+    differs = next((each for each in common if records[0][each].digest != records[1][each].digest), None)
     # The fields in which the newest snapshots differ.
     fields = {}
     for name in ("recipe", "kernel_class"):
@@ -338,8 +335,8 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         fields[name] = tuple(each.name for each in compare_fields(*pair))
     return Comparison(
         common=common,
-        equal=before[-1] if before else None,
+        equal=max((each for each in common if differs is None or each < differs), default=None),
         first=differs,
-        differing=tuple(differing),
+        differing=() if differs is None else tuple(records[0][differs].differing(records[1][differs])),
         **fields,
     )

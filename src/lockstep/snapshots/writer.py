@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -452,11 +453,10 @@ def write_beside(
 
 def _free_bytes(folder: Path) -> int | str:
     try:
-        status = os.statvfs(folder)
+        return shutil.disk_usage(folder).free
     except OSError:
         # The folder is gone, or its disk: then writing has failed for that reason, which the message has.
         return "an unknown number"
-    return status.f_bavail * status.f_frsize
 
 
 def _lower_priority() -> None:
