@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
@@ -19,8 +19,6 @@ from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 LogEntry: TypeAlias = dict[str, float]
-
-_JSON: Final = json.JSONEncoder(allow_nan=False)
 
 COUNTER_KEYS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
 """The keys at the start of every entry."""
@@ -240,7 +238,7 @@ def _line(entry: LogEntry) -> bytes:
     """Return an entry as a line of JSON."""
     # JSON has no NaN and no infinities, and other readers reject those that Python writes.
     finite = {key: value if math.isfinite(value) else str(value) for key, value in entry.items()}
-    return _JSON.encode(finite).encode() + b"\n"
+    return json.dumps(finite).encode() + b"\n"
 
 
 def _entry(values: Any) -> LogEntry:
