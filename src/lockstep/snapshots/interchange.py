@@ -20,7 +20,7 @@ from lockstep.arguments import look_up
 from lockstep.errors import SnapshotError, StateError, printable
 from lockstep.snapshots.content import model_file
 from lockstep.snapshots.snapshot import Snapshot, load_from
-from lockstep.snapshots.updater_state import fitting
+from lockstep.snapshots.updater_state import LISTED, fitting
 from lockstep.updaters import MAIN, Updater
 
 CONFIG: Final = "config.json"
@@ -35,8 +35,6 @@ SCALER: Final = {
 """What a loss scale that moves has in its state, with the names in that of a `torch.amp.GradScaler`."""
 WRAPPERS: Final = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of modules add to names, at any place."""
-LISTED: Final = 20
-"""The number of names of a kind that a table lists."""
 
 
 def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
