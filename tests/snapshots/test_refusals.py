@@ -286,9 +286,13 @@ def test_unknown_fields_are_refused(saved: Path) -> None:
 
 
 def test_a_run_without_snapshots_is_refused_by_the_name_of_the_argument(tmp_path: Path) -> None:
-    (tmp_path / "snapshots").mkdir()
-    with pytest.raises(ls.SnapshotError, match="`path` must name a snapshot or a run that has one, got"):
-        ls.snapshots.restore(updater(), tmp_path)
+    (tmp_path / "run/snapshots").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "run", tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+        with pytest.raises(ls.SnapshotError, match="`path` must name a snapshot or a run that has one, got"):
+            ls.snapshots.restore(updater(), path)
+        with pytest.raises(ls.SnapshotError, match="`source` must be the folder of a run with snapshots, or of a"):
+            ls.snapshots.export_torch(path, tmp_path / "checkpoint.pt")
 
 
 def test_other_code_is_a_warning(saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -636,6 +637,25 @@ def test_the_attributes_of_a_function_are_read(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="boom"):
         trainer.run()
     assert events == ["initialize 0", "call 0", "call 2", "later 2", "call 4", "later 4", "boom 4", "finalize 4"]
+
+
+def test_the_error_that_ends_a_run_is_known_while_extensions_end(tmp_path: Path) -> None:
+    seen: list[str] = []
+    trainer = Trainer(CountingUpdater(4, fail_at=1), (2, "iteration"), tmp_path)
+
+    @make_extension(
+        finalize=lambda trainer: seen.append(f"finalize {trainer.error}"),
+        on_error=lambda trainer, error: seen.append(f"on_error {trainer.error is error}"),
+    )
+    def watch(trainer: Trainer) -> None:
+        seen.append(str(trainer.error))
+
+    trainer.extend(watch)
+    for end in (pytest.raises(RuntimeError, match="boom"), contextlib.nullcontext()):
+        with end:
+            trainer.run()
+        assert trainer.error is None
+    assert seen == ["None", "on_error True", "finalize boom", "None", "finalize None"]
 
 
 def test_a_trainer_lists_what_is_attached() -> None:

@@ -33,11 +33,6 @@ class FailOnNonFinite(Extension):
     def __init__(self, trigger: TriggerSpec = (1, "epoch")) -> None:
         self.trigger = trigger
         self._unread: list[tuple[str, int, torch.Tensor]] = []
-        self._failed = False
-
-    def initialize(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
-        """Begin a run without an error."""
-        self._failed = False
 
     def collect(self, trainer: Trainer) -> None:
         """Check what the host knows of an update, and keep the rest to be read later.
@@ -69,17 +64,13 @@ class FailOnNonFinite(Extension):
         for (name, update, _), total in zip(unread, read([total for *_, total in unread]), strict=True):
             _check(trainer, name, update, total)
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - any error
-        """Record that the run ends with an error, after which it may continue."""
-        self._failed = True
-
     def finalize(self, trainer: Trainer) -> None:
         """Read and check what is left at the end of a run, unless it ended with an error.
 
         Raises:
             NonFiniteError: If a loss or a gradient is not finite.
         """
-        if not self._failed:
+        if trainer.error is None:
             self(trainer)
 
 

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
@@ -19,8 +19,6 @@ from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 LogEntry: TypeAlias = dict[str, float]
-
-_JSON: Final = json.JSONEncoder(allow_nan=False)
 
 COUNTER_KEYS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
 """The keys at the start of every entry."""
@@ -133,10 +131,10 @@ class LogReport(Extension):
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
         communicator = trainer.updater.communicator
         if first_rank_in_folder(communicator, trainer.out)[communicator.rank] == communicator.rank:
-            others = [name for name, each in trainer.extensions.items() if isinstance(each, LogReport)]
-            if [trainer.extensions[name].filename for name in others].count(self.filename) > 1:  # type: ignore[attr-defined]
+            names = {name: each.filename for name, each in trainer.extensions.items() if isinstance(each, LogReport)}
+            if [*names.values()].count(self.filename) > 1:
                 raise ValueError(
-                    f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(others)}. "
+                    f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(names)}. "
                     "Leave one out, or pass filename=."
                 )
             self._file.folder = trainer.out
@@ -199,10 +197,7 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
     Raises:
         TypeError: If no `LogReport` was added under this name.
     """
-    try:
-        extension = trainer.get_extension(name)
-    except KeyError:
-        extension = reader
+    extension = trainer.extensions.get(name)
     if not isinstance(extension, LogReport):
         rule = f"must name a LogReport that {reader.name} can read"
         raise TypeError(f"`log_report` {rule}, got {name!r}. Call `trainer.extend(LogReport())` as well.")
@@ -243,7 +238,7 @@ def _line(entry: LogEntry) -> bytes:
     """Return an entry as a line of JSON."""
     # JSON has no NaN and no infinities, and other readers reject those that Python writes.
     finite = {key: value if math.isfinite(value) else str(value) for key, value in entry.items()}
-    return _JSON.encode(finite).encode() + b"\n"
+    return json.dumps(finite).encode() + b"\n"
 
 
 def _entry(values: Any) -> LogEntry:

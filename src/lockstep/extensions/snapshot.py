@@ -100,7 +100,6 @@ class Snapshot(Extension):
         self._log: snapshots.DigestLog | None = None
         self._run_id = ""
         self._best_metrics: Mapping[str, float] | None = None
-        self._error: BaseException | None = None
         self._is_stoppable = False
         self._deadline: AgentDeadline | None = None
         self._is_missing_reported = False
@@ -111,7 +110,6 @@ class Snapshot(Extension):
         Raises:
             OrderError: If the folder holds snapshots of a run that this one does not continue.
         """
-        self._error = None
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:
@@ -181,10 +179,6 @@ class Snapshot(Extension):
         if self._writer is not None:
             self._writer.wait()
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
-        """Record the error that ends the run, after most of which the state may be in the middle of an iteration."""
-        self._error = error
-
     def finalize(self, trainer: Trainer) -> None:
         """Write the last state unless an error of the run prevents it, and wait until every snapshot is durable.
 
@@ -200,7 +194,7 @@ class Snapshot(Extension):
         finally:
             received = self._release()
         # Not before the handlers are restored: a signal that arrived in between would be lost.
-        if self._error is None and received:
+        if trainer.error is None and received:
             raise SignalExit(received)
 
     def _release(self) -> int:
@@ -221,14 +215,14 @@ class Snapshot(Extension):
 
     def _write_last(self, trainer: Trainer) -> None:
         """Write the last state if the way in which the run has ended allows it."""
-        writer, reason = self._writer, _reason_of(self._error, trainer.updater)
+        writer, reason = self._writer, _reason_of(trainer.error, trainer.updater)
         if writer is None:
             return
         writer.wait()
         self._log_written()
-        if isinstance(self._error, PeerError) and not self._writes:
+        if isinstance(trainer.error, PeerError) and not self._writes:
             return
-        if reason is None and isinstance(self._error, PeerError | WorkerError):
+        if reason is None and isinstance(trainer.error, PeerError | WorkerError):
             _warn_of_lost_state(trainer, writer.newest_update)
         # The last one may have failed, or have been dropped because two others were being written.
         if reason is not None and _any_rank(trainer.updater, writer.newest_update != trainer.updater.iteration):
@@ -245,22 +239,22 @@ class Snapshot(Extension):
             DisagreementError: On every rank, if a rank has other bits.
         """
         try:
-            if self._error is None:
+            if trainer.error is None:
                 self._compare(now=True)
-            elif isinstance(self._error, SignalExit):
+            elif isinstance(trainer.error, SignalExit):
                 self._compare(now=True)
                 # No rank may end while another one still writes: a launcher takes the first process that ends for a
                 # failure, and ends the others.
                 trainer.updater.communicator.exchange(b"")
         except PeerError as error:
             # A run that has reached its end has lost nothing; the process that is lost has its own error.
-            return None if self._error is None else error
+            return None if trainer.error is None else error
         except DisagreementError:
             self._set_aside(trainer)
             raise
-        if isinstance(self._error, DisagreementError) and self._error.update is not None:
+        if isinstance(trainer.error, DisagreementError) and trainer.error.update is not None:
             self._set_aside(trainer)
-        return self._error
+        return trainer.error
 
     def _compare(self, *, now: bool = False) -> None:
         self._log_written()
@@ -290,7 +284,7 @@ class Snapshot(Extension):
             self._writer.save(self._content(trainer), must=must)
             return
         # A run that is stopped in the middle of an iteration has not observed the value yet.
-        metrics = {} if self._error is not None and self.best not in trainer.observation else self._metrics(trainer)
+        metrics = {} if trainer.error is not None and self.best not in trainer.observation else self._metrics(trainer)
         reasons = [reason]
         if self._is_best(metrics):
             reasons.append(f"best: {self.best} = {metrics[str(self.best)]:.6g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -61,7 +60,7 @@ class Unobserved:
         self._known.update(known)
         self._names -= self._known
         # While an error ends the run, what is missing may only have come later.
-        at_end = at_end and trainer.updater.epoch > 0 and sys.exc_info()[1] is None
+        at_end = at_end and trainer.updater.epoch > 0 and trainer.error is None
         missed = [name for name in sorted(self._names) if at_end or self._nearest(name)]
         if not missed:
             return

@@ -20,7 +20,7 @@ import torch
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, model_file
-from lockstep.snapshots.disk import Disk, remove, set_aside, write_file
+from lockstep.snapshots.disk import Disk, create, remove, set_aside, write_file
 from lockstep.snapshots.manifest import FORMAT, PLAIN, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
@@ -154,7 +154,6 @@ class Buffers:
     """Memory on the CPU that is kept between snapshots, because fresh memory costs more than the copy."""
 
     def __init__(self) -> None:
-        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -165,11 +164,10 @@ class Buffers:
             tensors: The tensors, on any devices. When this returns, they may change.
         """
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if kinds != self._kinds:
+        if kinds != [(kept.dtype, kept.shape) for kept in self._kept]:
             # The old buffers go first, so that there is never more than one copy of the state in a set.
-            self._kinds, self._kept = [], []
+            self._kept = []
             self._kept = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
-            self._kinds = kinds
         if kinds:
             torch._foreach_copy_(self._kept, list(tensors))
         return self._kept
@@ -225,7 +223,7 @@ def write_now(disk: Disk, final: Path, content: Content, reasons: Iterable[str],
 
     Args:
         disk: The calls of the operating system.
-        final: The folder of the snapshot, in one that exists.
+        final: The folder of the snapshot. Those above it are created.
         content: The content.
         reasons: Why the snapshot is written.
         about: JSON values about the machine and the program, which are in no digest.
@@ -236,6 +234,7 @@ def write_now(disk: Disk, final: Path, content: Content, reasons: Iterable[str],
         TypeError: As `stage`.
     """
     staged = stage(content, reasons)
+    create(disk, final.parent)
     return write_snapshot(disk, final, staged, Buffers().copy(staged.tensors), about)
 
 

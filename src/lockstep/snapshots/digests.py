@@ -51,8 +51,7 @@ class Record(NamedTuple):
 
     def differing(self, other: Record) -> list[str]:
         """List the tensors that only one of two records has, or that differ, in the order of this one."""
-        names = {**self.tensors, **other.tensors}
-        return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
+        return [change.name for change in compare_fields(self.tensors, other.tensors)]
 
 
 def record_of(state: Content) -> Record:
@@ -84,7 +83,7 @@ class DigestLog:
     def __init__(self, out: Path, *, conditions: str, resumed_at: int | None, required: bool = False) -> None:
         self._file = SideFile(out, FILENAME, required=required)
         self._conditions = conditions
-        self._header: tuple[str, tuple[str, ...]] | None = None
+        self._header: dict[str, Any] = {}
         self._file.check()
         found = [] if resumed_at is None else _read(self._file)
         # Under other conditions other bits are right.
@@ -129,24 +128,18 @@ class DigestLog:
 
     def _lines(self, conditions: str, record: Record) -> bytes:
         """Return the line of a record, with a header before it if the last one does not fit."""
-        lines: list[dict[str, Any]] = []
-        header = (conditions, tuple(record.tensors))
-        if header != self._header:
-            lines.append({"conditions": conditions, "tensors": list(record.tensors)})
-            self._header = header
-        digits = "".join(record.tensors.values())
-        lines.append({"update": record.update, "digest": record.digest, "tensors": digits})
+        before, self._header = self._header, {"conditions": conditions, "tensors": list(record.tensors)}
+        line = {"update": record.update, "digest": record.digest, "tensors": "".join(record.tensors.values())}
+        lines = [line] if before == self._header else [self._header, line]
         return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
 def _difference(before: Record, again: Record) -> str:
     """Describe how the second result of an update differs from the first."""
     where = "every tensor is equal, but counters or options differ"
-    if differing := before.differing(again):
-        name = differing[0]
-        old, new = (each.tensors.get(name, "nothing") for each in (before, again))
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        where = f"the tensor {name!r}{more} differs (SHA-256 {old}..., now {new}...)"
+    if changes := compare_fields(before.tensors, again.tensors):
+        first, more = changes[0], f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+        where = f"the tensor {first.name!r}{more} differs (SHA-256 {first.saved}..., now {first.own}...)"
     return (
         f"Update {again.update} was repeated after a restart with another result: {where}. The hardware made an error, "
         "or the result depends on something that is neither saved nor seeded."
@@ -199,11 +192,14 @@ class Agreement:
     Args:
         communicator: The communicator of the run.
         verified: Called with each snapshot of which all ranks have the same bits, and the number of ranks.
+
+    Attributes:
+        size: The number of ranks.
     """
 
     def __init__(self, communicator: Communicator, verified: Callable[[Record, int], object]) -> None:
-        self._communicator = communicator
-        self._verified = verified
+        self.size = communicator.size
+        self._communicator, self._verified = communicator, verified
         self._records: dict[int, Record] = {}
         self._open: int | None = None
         # In updates: until they ask again, between the last time and the next, since the snapshot, and what that took.
@@ -219,11 +215,6 @@ class Agreement:
             self._took = self._left = max(1, self._took - 1)
             self._pause, self._passed = 1, 0
         self._open = update
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._communicator.size
 
     def add(self, record: Record) -> None:
         """Add the digests of a snapshot that this rank has computed. A single rank compares none, and keeps none."""
@@ -264,7 +255,7 @@ class Agreement:
         values = {**record.tensors, "a counter, an option or a position": record.digest}
         found = self._communicator.exchange_json(values)
         rank = next(rank for rank, each in enumerate(found) if each != found[0])
-        name = Record(0, "", found[rank]).differing(Record(0, "", found[0]))[0]
+        name = compare_fields(found[rank], found[0])[0].name
         return DisagreementError(
             f"Rank {rank} must have rank 0's state after update {record.update}, but it has other bits in {name}. "
             f"{REMEDY}",
@@ -336,10 +327,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         for out, found in zip(outs, manifests, strict=True)
     ]
     common = tuple(sorted(records[0].keys() & records[1].keys()))
-    unequal = (update for update in common if records[0][update].digest != records[1][update].digest)
-    differs = next(unequal, None)
-    before = [update for update in common if differs is None or update < differs]
-    differing = [] if differs is None else records[0][differs].differing(records[1][differs])
+    differs = next((each for each in common if records[0][each].digest != records[1][each].digest), None)
     # The fields in which the newest snapshots differ.
     fields = {}
     for name in ("recipe", "kernel_class"):
@@ -347,8 +335,8 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         fields[name] = tuple(each.name for each in compare_fields(*pair))
     return Comparison(
         common=common,
-        equal=before[-1] if before else None,
+        equal=max((each for each in common if differs is None or each < differs), default=None),
         first=differs,
-        differing=tuple(differing),
+        differing=() if differs is None else tuple(records[0][differs].differing(records[1][differs])),
         **fields,
     )

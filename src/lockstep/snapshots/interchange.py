@@ -18,10 +18,9 @@ import torch
 
 from lockstep.arguments import look_up
 from lockstep.errors import SnapshotError, StateError, printable
-from lockstep.snapshots.content import MANIFEST, model_file
-from lockstep.snapshots.disk import snapshots_in
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
-from lockstep.snapshots.updater_state import fitting
+from lockstep.snapshots.content import model_file
+from lockstep.snapshots.snapshot import Snapshot, load_from
+from lockstep.snapshots.updater_state import LISTED, fitting
 from lockstep.updaters import MAIN, Updater
 
 CONFIG: Final = "config.json"
@@ -36,8 +35,6 @@ SCALER: Final = {
 """What a loss scale that moves has in its state, with the names in that of a `torch.amp.GradScaler`."""
 WRAPPERS: Final = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of modules add to names, at any place."""
-LISTED: Final = 20
-"""The number of names of a kind that a table lists."""
 
 
 def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
@@ -120,10 +117,7 @@ def _write_config(config: Any, folder: Path) -> None:
 
 
 def _read(source: str | Path) -> Snapshot:
-    """Read a snapshot, or the newest whole one of a run."""
-    folder = Path(source)
-    is_snapshot = snapshots_in(folder) is None and (folder.is_symlink() or (folder / MANIFEST).exists())
-    snapshot = load(folder) if is_snapshot else newest_whole(folder)
+    snapshot = load_from(source)
     if snapshot is None:
         raise SnapshotError(f"`source` must be the folder of a run with snapshots, or of a snapshot, got {source}.")
     return snapshot

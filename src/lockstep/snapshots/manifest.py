@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from lockstep.digest import TensorDigest, digest
 from lockstep.errors import SnapshotError
+from lockstep.side_files import DAMAGE
 from lockstep.snapshots.content import STATE, Content, Parent, model_file, training_of
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, header
 from lockstep.snapshots.tree import decode, is_list
@@ -133,7 +134,7 @@ def read_manifest(raw: bytes) -> Manifest:
                 damaged=False,
             )
         return _manifest(document, raw)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise SnapshotError(f"The manifest does not have the form of a manifest of this library: {what}.") from error
 

@@ -14,9 +14,9 @@ from lockstep.communicators import Communicator
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.commit import write_now
-from lockstep.snapshots.disk import Disk, snapshots_in
+from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.manifest import read_manifest
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.snapshot import Snapshot, load_from, newest_whole
 from lockstep.snapshots.updater_state import Collector, Resumption, fitting, prepare
 from lockstep.updaters import Updater
 
@@ -34,13 +34,7 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     Raises:
         SnapshotError: If there is no whole snapshot although there should be one.
     """
-
-    def read() -> Snapshot | None:
-        if source != "auto" and Path(source).exists() and snapshots_in(Path(source)) is None:
-            return load(source)
-        return newest_whole(out if source == "auto" else source)
-
-    found = _agree(updater.communicator, read)
+    found = _agree(updater.communicator, lambda: newest_whole(out) if source == "auto" else load_from(source))
     if found is None and source != "auto":
         remedy = ' Pass "auto" for the newest one in `out`.' if argument == "resume" else ""
         raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.{remedy}")
@@ -174,7 +168,6 @@ def _save(updater: Updater, target: Path) -> None:
     if target.exists():
         cure = "Choose another path, remove it, or continue from it by lockstep.snapshots.restore(updater, path)."
         raise FileExistsError(f"`path` must not exist, got {target}. {cure}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_now(Disk(), target, content, ["saved by a call"], {PROGRAM: describe_program()})
 
 

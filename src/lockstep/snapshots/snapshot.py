@@ -16,7 +16,7 @@ import torch
 from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
-from lockstep.side_files import kind_of
+from lockstep.side_files import DAMAGE, kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
 from lockstep.snapshots.disk import Disk, opened, read_file, set_aside, snapshots_in
 from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
@@ -155,7 +155,7 @@ def read_program(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(read_file(path, ABOUT, MANIFEST_BYTES)).get(PROGRAM, {}))
-    except (SnapshotError, AttributeError, RecursionError, TypeError, ValueError) as error:
+    except (SnapshotError, *DAMAGE) as error:
         # The snapshot is whole without this file.
         message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
         warnings.warn(message, SnapshotWarning, stacklevel=2)
@@ -253,6 +253,23 @@ def newest_whole(out: str | Path) -> Snapshot | None:
     return None
 
 
+def load_from(source: str | Path) -> Snapshot | None:
+    """Load a snapshot, or the newest whole one of a run.
+
+    Args:
+        source: The folder of the snapshot or of the run.
+
+    Returns:
+        The snapshot, or None if the folder is neither.
+
+    Raises:
+        SnapshotError: As `load` and `newest_whole`.
+    """
+    folder = Path(source)
+    is_snapshot = snapshots_in(folder) is None and (folder.is_symlink() or (folder / MANIFEST).exists())
+    return load(folder) if is_snapshot else newest_whole(folder)
+
+
 def _set_aside(path: Path) -> str:
     """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
     try:
@@ -283,7 +300,7 @@ def _ranks(path: Path, manifest: Manifest) -> int:
     try:
         mark = json.loads(read_file(path, VERIFIED, _MARK_BYTES))
         return mark["ranks"] if mark["digest"] == manifest.training and type(mark["ranks"]) is int else 0
-    except (SnapshotError, LookupError, TypeError, ValueError, RecursionError):
+    except (SnapshotError, *DAMAGE):
         return 0
 
 

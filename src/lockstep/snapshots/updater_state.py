@@ -28,7 +28,7 @@ MISSING: Final = "nothing"
 """The value that a message shows for a field that one side does not have."""
 
 LISTED: Final = 20
-"""The number of fields that a message lists with their values. All of them are attributes of the error."""
+"""The number of fields that a message lists with their values, and of names of a kind that a table lists."""
 
 
 class Collector:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,14 +126,10 @@ class Digester(AbstractContextManager[Any]):
 
     def report(self) -> None:
         """Warn of what went wrong since the last call, and raise what the thread has raised."""
-        done = [job for job in self._jobs if job.future.done()]
-        self._jobs = [job for job in self._jobs if job not in done]
-        errors = [job.future.exception() for job in done]
-        for job, error in zip(done, errors, strict=True):
-            for message in job.future.result() if error is None else ():
+        # One thread does them in this order.
+        while self._jobs and self._jobs[0].future.done():
+            for message in self._jobs.pop(0).future.result():
                 warnings.warn(message, SnapshotWarning, stacklevel=4)
-        for error in filter(None, errors):
-            raise error
 
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Process one state in the thread, and return what went wrong.
@@ -206,7 +203,7 @@ class Retention:
         if self.mode not in {"max", "min"}:
             raise ValueError(f'`mode` must be "max" or "min", got {self.mode!r}.')
 
-    def removable(self, found: Sequence[Kept], newest: Kept) -> list[Kept]:
+    def removable(self, found: Iterable[Kept], newest: Kept) -> list[Kept]:
         """Return the snapshots that are neither among the newest nor the best one nor the last one ranks agreed on.
 
         Args:
@@ -305,21 +302,22 @@ class SnapshotWriter(Digester):
         Raises:
             SnapshotError: If snapshots are required and the last one could not be written.
         """
-        if not self._closed:
-            try:
-                super().close()
-            finally:
-                self._lock.close()
-            self._check_failures(1)
+        try:
+            super().close()
+        finally:
+            self._lock.close()
 
     def report(self) -> None:
         """Warn of what went wrong since the last call.
 
         Raises:
-            SnapshotError: If snapshots are required and the last three attempts have failed.
+            SnapshotError: If snapshots are required and the last three attempts have failed, or at the end the last.
         """
         super().report()
-        self._check_failures(FAILURES)
+        if self._required and self._failures >= (1 if self._closed else FAILURES):
+            raise SnapshotError(
+                f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
+            )
 
     def mark_verified(self, update: int, digest: str, ranks: int) -> None:
         """Record in the background that ranks have the bits of a snapshot, if it is there.
@@ -365,17 +363,17 @@ class SnapshotWriter(Digester):
         self._failures = 0
         self.newest, self.newest_update = path, manifest.update
         newest = Kept(path, manifest.update, manifest.metrics)
-        self._kept = [each for each in self._kept if each.path != path] + [newest]
+        self._kept[newest.update] = newest
         # Before older ones are removed, because that may fail.
         self.records.put(record_of(manifest))
-        for each in self._retention.removable(self._kept, newest):
+        for each in self._retention.removable(self._kept.values(), newest):
             try:
                 discard(self._disk, each.path)
             except (OSError, SnapshotError) as error:
                 problems.append(f"Old snapshots in {self._folder} could not be removed: {error}.")
                 if isinstance(error, OSError):
                     break
-            self._kept.remove(each)
+            del self._kept[each.update]
         return problems
 
     def _come_back(self) -> None:
@@ -384,30 +382,29 @@ class SnapshotWriter(Digester):
         lock = FolderLock(self._folder)
         self._lock.close()
         self._lock = lock
-        self._kept = [each for each in self._kept if each.path.is_dir()]
+        self._kept = {update: each for update, each in self._kept.items() if each.path.is_dir()}
 
     def _mark(self, update: int, mark: bytes, ranks: int) -> list[str]:
-        for index, each in enumerate(self._kept):
-            if each.update == update:
-                self._kept[index] = replace(each, ranks=ranks)
-                path = each.path / VERIFIED
-                try:
-                    if os.path.lexists(path):
-                        self._disk.remove_file(path)
-                    write_file(self._disk, path, [mark])
-                    self._disk.sync_folder(each.path)
-                except OSError as error:
-                    return [f"That ranks agree on {each.path} could not be recorded: {error}."]
+        if update not in self._kept:
+            return []
+        self._kept[update] = kept = replace(self._kept[update], ranks=ranks)
+        path = kept.path / VERIFIED
+        try:
+            if os.path.lexists(path):
+                self._disk.remove_file(path)
+            write_file(self._disk, path, [mark])
+            self._disk.sync_folder(kept.path)
+        except OSError as error:
+            return [f"That ranks agree on {kept.path} could not be recorded: {error}."]
         return []
 
     def _set_aside(self, since: int) -> list[Path]:
-        since = max([since, *(each.update for each in self._kept if each.ranks)])
-        doubtful = [each for each in self._kept if each.update > since]
-        self._kept = [each for each in self._kept if each not in doubtful]
-        return set_aside(self._disk, [each.path for each in doubtful if kind_of(each.path)], UNVERIFIED)
+        since = max([since, *(update for update, each in self._kept.items() if each.ranks)])
+        doubtful = [self._kept.pop(update).path for update in sorted(self._kept) if update > since]
+        return set_aside(self._disk, filter(kind_of, doubtful), UNVERIFIED)
 
-    def _survey(self, out: Path) -> list[Kept]:
-        """Remove what an interrupted process has left, and return the snapshots of this run in ascending order."""
+    def _survey(self, out: Path) -> dict[int, Kept]:
+        """Remove what an interrupted process has left, and return the snapshots of this run by their updates."""
         for path in self._folder.iterdir():
             if path.name.startswith(TEMPORARY):
                 try:
@@ -417,14 +414,7 @@ class SnapshotWriter(Digester):
                     warnings.warn(message, SnapshotWarning, stacklevel=4)
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
         own = [(each, manifest) for each, manifest in found if manifest.run_id == self._run_id]
-        return [Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own]
-
-    def _check_failures(self, failures: int) -> None:
-        """Check that not too many attempts have failed in a row, if snapshots are required."""
-        if self._required and self._failures >= failures:
-            raise SnapshotError(
-                f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
-            )
+        return {each.update: Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own}
 
 
 def write_beside(
@@ -457,18 +447,16 @@ def write_beside(
         TypeError: If the content holds something that a snapshot cannot hold.
     """
     path = (snapshots_in(Path(out)) or Path(out) / FOLDER) / folder_name(content.progress["update"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_now(disk or Disk(), path, content, reasons, about or {})
     return path
 
 
 def _free_bytes(folder: Path) -> int | str:
     try:
-        status = os.statvfs(folder)
+        return shutil.disk_usage(folder).free
     except OSError:
         # The folder is gone, or its disk: then writing has failed for that reason, which the message has.
         return "an unknown number"
-    return status.f_bavail * status.f_frsize
 
 
 def _lower_priority() -> None:

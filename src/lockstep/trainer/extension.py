@@ -112,7 +112,7 @@ class Extension(Stateful, ABC):
         """Clean up when a run ends, with or without an error, if `initialize` was called; does nothing by default.
 
         Args:
-            trainer: The trainer, after its last update.
+            trainer: The trainer, after its last update. Its `error` is the exception that ends the run, or None.
         """
 
     def on_error(self, trainer: Any, error: BaseException) -> None:

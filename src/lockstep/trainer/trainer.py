@@ -70,6 +70,8 @@ class Trainer(KnowsOthers):
         fast_dev_run: The number of updates of a trial; 0 for a usual run.
         observation: The values observed in the last update and by the extensions after it, by name.
         resumption: The snapshot from which `run` resumed; None if it did not.
+        error: The exception that ends the run, while `on_error` and `finalize` of extensions are called; otherwise
+            None.
 
     With several processes, each process runs all extensions at the same iterations: triggers see the numbers of
     the whole batch and the clock of rank 0. Extensions that print or write do so on rank 0 (`is_main`).
@@ -112,6 +114,7 @@ class Trainer(KnowsOthers):
         self._stopped = False
         self._synchronized = SynchronizedProgress(self) if updater.communicator.size > 1 else None
         self.resumption: Resumption | None = None
+        self.error: BaseException | None = None
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
@@ -531,7 +534,7 @@ class Trainer(KnowsOthers):
 
     def _close(self, error: BaseException | None) -> None:
         """Call everything that must be called when a run ends, even if some of it fails; then raise the first error."""
-        entries = self._initialized
+        entries, self.error = self._initialized, error
         calls: list[tuple[str, Callable[[], object]]] = []
         if error is not None:
             calls += [(f"`on_error` of {each.name}", partial(each.extension.on_error, self, error)) for each in entries]
@@ -543,6 +546,8 @@ class Trainer(KnowsOthers):
                     report_failure(what, failure, original=first)
                 first = first or failure
         self._initialized.clear()
+        # Its traceback keeps whatever the update held.
+        self.error = None
         self._elapsed, self._started = self.elapsed_time, None
         if error is None and first is not None:
             raise first

@@ -19,6 +19,7 @@ from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import Updater
 
 EPOCH: Final = "epoch"
 """The name of the value that every entry contains, the number of epochs including the fraction of the current one."""
@@ -87,7 +88,6 @@ class Logger(Extension):
         self._rows: list[Row] = []
         self._last_written = 0
         self._is_open = False
-        self._failed = False
 
     @abstractmethod
     def open(self, trainer: Trainer, *, keep: float) -> int:
@@ -140,7 +140,6 @@ class Logger(Extension):
 
     def begin(self, trainer: Trainer) -> None:
         """Open the log, and write the configuration if it is new."""
-        self._failed = False
         if not trainer.is_main:
             return
         kept = _kept(trainer)
@@ -174,24 +173,21 @@ class Logger(Extension):
         self._means.clear()
         self._observed_at.clear()
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - any error
-        """Record that the run ends with an error, after which its interval may still continue."""
-        self._failed = True
-
     def finalize(self, trainer: Trainer) -> None:
         """Write the rest of the interval and the summary, unless the run ended with an error, and close the log."""
         if not self._is_open:
             return
         self._unobserved.check(trainer, trainer.observation, at_end=True)
         try:
-            if not self._failed:
+            # After an error, the interval may still continue.
+            if trainer.error is None:
                 self._end_interval()
                 models = trainer.updater.get_all_models()
                 digests = {name: digest(model) for name, model in models.items()}
                 self._attempt(self.summarize, {"update": trainer.updater.iteration, "digest": digests})
         finally:
             self._is_open = False
-            self._attempt(self.close, failed=self._failed)
+            self._attempt(self.close, failed=trainer.error is not None)
 
     def state_dict(self) -> dict[str, object]:
         """Return the means of the current interval and the last entries; what was written before is flushed."""
@@ -258,19 +254,19 @@ def _kept(trainer: Trainer) -> float:
 
 def _configuration(trainer: Trainer, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a run as JSON values."""
-    recipe = trainer.updater.recipe_fields()
     given = {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in hyperparameters.items()
     }
-    found = {"hyperparameters": given, "recipe": recipe, "recipe_digest": recipe_digest(recipe)}
-    return {**found, PROGRAM: describe_program()}
+    return {"hyperparameters": given, **recipe_of(trainer.updater), PROGRAM: describe_program()}
 
 
-def recipe_digest(recipe: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a recipe.
+def recipe_of(updater: Updater) -> dict[str, Any]:
+    """Return the recipe of a run (`Updater.recipe_fields`) under ``"recipe"``, and its SHA-256 beside it.
 
     Args:
-        recipe: JSON values by name, see `Updater.recipe_fields`.
+        updater: The updater of the run.
     """
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    recipe = updater.recipe_fields()
+    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
+    return {"recipe": recipe, "recipe_digest": hashlib.sha256(text.encode()).hexdigest()}

@@ -16,7 +16,7 @@ from lockstep._version import __version__
 from lockstep.arguments import check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
-from lockstep.extensions.loggers import recipe_digest
+from lockstep.extensions.loggers import recipe_of
 from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
@@ -77,7 +77,6 @@ class RunRecord(Extension):
         self.filename = filename
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
-        self._writes = False
         self._begun_at = 0
         self._clock: Clock | None = None
         self._start: Times | None = None
@@ -85,18 +84,17 @@ class RunRecord(Extension):
         self._measured = 0
         self._every = 1
         self._retries = 0
-        self._recipe: dict[str, object] = {}
-        self._error: BaseException | None = None
+        self._recipe: dict[str, Any] = {}
 
     def initialize(self, trainer: Trainer) -> None:
         """Begin a session, and begin to measure. Every rank must call this."""
         updater = trainer.updater
-        self._error, self._begun_at = None, updater.iteration
+        self._begun_at = updater.iteration
         on_cpu = all(device.type == "cpu" for device in updater.devices)
         self._every = self.every or (1 if on_cpu else EVERY_ON_ACCELERATORS)
         own = {"host": socket.gethostname(), "devices": [_device_name(each) for each in updater.devices]}
         ranks = updater.communicator.exchange_json(own)
-        self._recipe = updater.recipe_fields()
+        self._recipe = recipe_of(updater)
         if trainer.is_main:
             resumption = trainer.resumption
             session = {
@@ -108,8 +106,7 @@ class RunRecord(Extension):
                 "update": updater.iteration,
                 "resumed_from": None if resumption is None else str(resumption.path),
                 "ranks": ranks,
-                "recipe": self._recipe,
-                "recipe_digest": recipe_digest(self._recipe),
+                **self._recipe,
                 "kernel_class": kernel_class(updater.devices),
             }
             self._begin(trainer)
@@ -123,7 +120,7 @@ class RunRecord(Extension):
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due, and write the session after the first one."""
-        if self._writes and trainer.updater.iteration == self._begun_at + 1:
+        if trainer.is_main and trainer.updater.iteration == self._begun_at + 1:
             self._file.write()
         if self._clock is None:
             return
@@ -141,7 +138,7 @@ class RunRecord(Extension):
             return
         times = self._times or self._clock.zero
         ranks = updater.communicator.exchange_json({"seconds": times.seconds, "devices": times.device_seconds})
-        if self._writes:
+        if trainer.is_main:
             interval = {
                 "update": updater.iteration,
                 "epoch": updater.epoch_detail,
@@ -155,42 +152,37 @@ class RunRecord(Extension):
             self._file.append(_line("interval", interval))
         self._times, self._measured, self._retries = None, 0, updater.num_retries
 
-    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
-        """Record the error that ends the session."""
-        self._error = error
-
     def finalize(self, trainer: Trainer) -> None:
         """End the session, and the last interval unless the run ended with an error."""
         try:
             # After an error, other ranks may not reach this call.
-            if self._error is None and self._times:
+            if trainer.error is None and self._times:
                 self(trainer)
         finally:
             if self._clock is not None and self._start is not None:
                 self._clock.stop(self._start)
             self._clock = self._start = None
         # A start that is refused leaves the record of an earlier run as it is.
-        if self._writes and (self._error is None or trainer.updater.iteration > self._begun_at):
+        if trainer.is_main and (trainer.error is None or trainer.updater.iteration > self._begun_at):
             self._file.add(_line("end", self._ending(trainer)))
             self._file.write(durable=True)
-        self._writes = False
 
     def _ending(self, trainer: Trainer) -> dict[str, Any]:
-        updater, error = trainer.updater, self._error
+        updater, error = trainer.updater, trainer.error
         ending: dict[str, Any] = {"time": _now(), "update": updater.iteration, "elapsed_time": trainer.elapsed_time}
         if error is not None:
             return {**ending, "error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
-        recipe = updater.recipe_fields()
+        recipe = recipe_of(updater)
         if recipe != self._recipe:
             # Lazy modules have a shape now.
-            ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
+            ending |= recipe
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
 
     def _begin(self, trainer: Trainer) -> None:
         """Keep the whole lines of an earlier session of this run, and no others."""
         source = trainer.resumption
         continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
-        self._file.folder, self._writes = trainer.out, True
+        self._file.folder = trainer.out
         data = self._file.read() or b""
         self._file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
 

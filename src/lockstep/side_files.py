@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from lockstep.errors import SideFileError, SideFileWarning
 
-DAMAGE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
-"""What parsing a damaged file raises."""
+DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, csv.Error)
+"""What parsing a file raises that is damaged, or made with intent."""
 
 _KINDS: Final = {
     "l": "a link",
@@ -72,9 +72,7 @@ class SideFile:
         if not self._name.parts or self._name.is_absolute() or ".." in self._name.parts:
             raise ValueError(f"`filename` must be a path below the folder of the run, got {str(name)!r}.")
         self._required = required
-        self._content, self._is_begun = bytearray(), False
-        self._on_disk: tuple[int, int, int] | None = None
-        self._hash, self._hashed = hashlib.sha256(), 0
+        self.begin()
 
     @property
     def path(self) -> Path:
@@ -89,10 +87,7 @@ class SideFile:
     @property
     def position(self) -> tuple[int, str]:
         """The size of the content and its SHA-256, by which `read_until` knows it again."""
-        with memoryview(self._content) as content:
-            self._hash.update(content[self._hashed :])
-        self._hashed = len(self._content)
-        return self._hashed, self._hash.hexdigest()
+        return len(self._content), self._hash.hexdigest()
 
     def check(self) -> None:
         """Check that the file, if it exists, is a regular file in folders that are no links.
@@ -191,12 +186,14 @@ class SideFile:
 
     def begin(self, content: bytes = b"") -> None:
         """Set the whole content. The disk is unchanged until the next write, so that a start may still be refused."""
-        self._content, self._on_disk, self._is_begun = bytearray(content), None, False
-        self._hash, self._hashed = hashlib.sha256(), 0
+        self._content, self._hash = bytearray(content), hashlib.sha256(content)
+        self._on_disk: tuple[int, int, int] | None = None
+        self._is_begun = False
 
     def add(self, data: bytes) -> None:
         """Add to the content without writing it."""
         self._content += data
+        self._hash.update(data)
         self._is_begun = True
 
     def append(self, data: bytes) -> None:
@@ -211,6 +208,7 @@ class SideFile:
         except SideFileError:
             # The caller adds it again if the run is continued.
             del self._content[len(self._content) - len(data) :]
+            self._hash = hashlib.sha256(self._content)
             raise
 
     def replace(self, content: bytes) -> None:
@@ -261,30 +259,25 @@ class SideFile:
         """Write behind what is on the disk; return False if that is not what was last written."""
         if self._on_disk is None or not self.path.exists():
             return False
-        descriptor = _open(self.path, os.O_WRONLY)
-        try:
-            if _identity(descriptor) != self._on_disk:
+        with os.fdopen(_open(self.path, os.O_WRONLY), "wb") as file:
+            if _identity(file.fileno()) != self._on_disk:
                 return False
-            self._write_from(descriptor, self._on_disk[2])
+            self._write_from(file.fileno(), self._on_disk[2])
             if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                os.fsync(file.fileno())
         return True
 
     def _replace(self) -> None:
         """Replace the file in one step, so that a process that is killed leaves the old one or the new one."""
         new = self.folder / self._new
         new.unlink(missing_ok=True)
-        descriptor = _open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            self._write_from(descriptor, 0)
-            os.fsync(descriptor)
+            with os.fdopen(_open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                self._write_from(file.fileno(), 0)
+                os.fsync(file.fileno())
         except OSError:
-            new.unlink()
+            new.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(descriptor)
         new.replace(self.path)
         # Otherwise the name of a new file might be gone after a power failure.
         sync_folder(self.path.parent)
