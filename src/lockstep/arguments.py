@@ -1,4 +1,4 @@
-"""Check arguments that must be whole numbers, True or False, or one of some names.
+"""Check arguments that must be whole numbers, True or False, one of some names, or functions of some arguments.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
@@ -6,7 +6,8 @@ it is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -68,6 +69,28 @@ def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     if name not in named:
         raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
     return named[name]
+
+
+def misfit(function: Callable[..., object], /, *args: object, **kwargs: object) -> str:
+    """Return why a function cannot be called with some arguments; empty if it can, or if it has no signature.
+
+    >>> misfit(len, [])
+    ''
+    >>> misfit(lambda model: model, "model", "batch")
+    'too many positional arguments'
+
+    Args:
+        function: The function. It is not called.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+    """
+    try:
+        signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # no signature
+        pass
+    return ""
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

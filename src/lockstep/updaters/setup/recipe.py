@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from lockstep.arguments import check_choice, check_integer
+from lockstep.arguments import check_choice, check_integer, misfit
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
-from lockstep.updaters.loss import BatchLoss, LossFunction, supervised, takes
+from lockstep.updaters.loss import BatchLoss, LossFunction, supervised
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
 from lockstep.updaters.token_mean import token_mean
@@ -134,7 +134,7 @@ def check_functions(*, converter: object = None, loss_fn: object = None, step_fn
         "converter": (converter, "samples, device"),
         "step_fn": (step_fn, "updater, batch"),
     }.items():
-        if callable(each) and not takes(each, arguments.split(", "), {}):
+        if callable(each) and misfit(each, *arguments.split(", ")):
             kind = getattr(each, "__name__", type(each).__name__)
             raise TypeError(
                 f"`{name}` must be called as {name}({arguments}), got {kind}, which does not take these two. Pass "
