@@ -193,7 +193,7 @@ class DataPass:
             results = runner.run(
                 window, function, observers, first=first, converter=self._converter, arguments=arguments
             )
-            self.sizes += [batch_size(batch, runner.batch_dim) for batch in window]
+            self.sizes += [batch_size(batch, runner.conversion.batch_dim) for batch in window]
             yield [(first + each.shard.batch, each) for each in results]
         if not self.sizes:
             raise ValueError(f"`{self._name}` must yield at least one batch, got none. A generator yields only once.")
