@@ -17,6 +17,7 @@ from lockstep.precision.policy import (
     MasterWeights as MasterWeights,
     Precision as Precision,
     asks_for_closure as asks_for_closure,
+    parameters_of as parameters_of,
     parse_precision as parse_precision,
     required_by_step as required_by_step,
 )

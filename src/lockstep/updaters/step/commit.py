@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.digest import checksum
 from lockstep.errors import collect_error
-from lockstep.precision import ChangesOnlyGradients
+from lockstep.precision import ChangesOnlyGradients, parameters_of
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
@@ -141,9 +141,7 @@ class OwnSteps:
         if replaces not in (WATCHED_UPDATES - 1, WATCHED_UPDATES):
             return
         before = self._weights
-        self._weights = [
-            checksum(each.detach()) for one in optimizers for group in one.param_groups for each in group["params"]
-        ]
+        self._weights = [checksum(each.detach()) for one in optimizers for each in parameters_of(one)]
         if replaces == WATCHED_UPDATES and self._weights != before:
             self._warn(
                 "optimizer",
@@ -154,7 +152,7 @@ class OwnSteps:
             )
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
         if self._pending:
             self._warn(
                 "optimizer",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import asks_for_closure
+from lockstep.precision import asks_for_closure, parameters_of
 from lockstep.updaters.ranks import Coordinator
 from lockstep.updaters.state import ShardedState, TrainingState
 from lockstep.updaters.step.sharing import SharedStep, steps_elements
@@ -69,7 +69,7 @@ def why_whole(optimizer: Optimizer, model: nn.Module) -> str | None:
         return "looks at whole parameters, of which no piece can be stepped alone"
     if any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
         return "holds another optimizer, whose state is not known here"
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(id(each) in held for each in module.parameters()):
             return f"has sparse gradients of {path!r}, which cannot be cut"
@@ -126,7 +126,7 @@ def share_out(
 
 def _gains(optimizer: Optimizer) -> bool:
     """Return whether sharing out is safe and worth it without being asked for."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     if not steps_elements(optimizer) or any(map(is_lazy, parameters)):
         return False
     size: int = sum(each.numel() for each in parameters if each.requires_grad)
