@@ -46,6 +46,7 @@ from lockstep.replicas.passes import (
     check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
+    create_runners as create_runners,
     finish_whole as finish_whole,
     foreign_leaves as foreign_leaves,
     move_partials as move_partials,

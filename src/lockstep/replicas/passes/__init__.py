@@ -15,7 +15,7 @@ from lockstep.replicas.passes.leaks import (
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
 from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
+from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runners as create_runners
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,

@@ -25,7 +25,7 @@ from lockstep.updaters.compute import (
     ShardAssignment,
     ShardFunction,
     ShardResult,
-    create_runners,
+    recording_runners,
     share_of,
 )
 from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size
@@ -110,7 +110,7 @@ class InferenceRunner:
             engine.num_devices,
             partial(engine.share, num_shards=num_shards),
             streams,
-            runners_of_updater if model is None else partial(create_runners, replicas, trained=False),
+            runners_of_updater if model is None else partial(recording_runners, replicas),
             parts.networks.selector(model_name) if model is None else _itself,
         )
 
@@ -163,7 +163,7 @@ class InferenceRunner:
             assignment.num_devices(len(own)),
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
-            partial(create_runners, replicas, trained=False),
+            partial(recording_runners, replicas),
         )
 
     @property
