@@ -49,6 +49,7 @@ from lockstep.replicas.passes import (
     create_runners as create_runners,
     finish_whole as finish_whole,
     foreign_leaves as foreign_leaves,
+    in_mode as in_mode,
     move_partials as move_partials,
     refusing_writes as refusing_writes,
     why_no_mean as why_no_mean,

@@ -23,4 +23,4 @@ from lockstep.replicas.passes.summing import (
     finish_whole as finish_whole,
     move_partials as move_partials,
 )
-from lockstep.replicas.passes.tasks import ShardHooks as ShardHooks
+from lockstep.replicas.passes.tasks import ShardHooks as ShardHooks, in_mode as in_mode
