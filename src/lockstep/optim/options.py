@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import check_choice
 from lockstep.errors import StateError
-from lockstep.state import check_keys
+from lockstep.state import check_keys, temporarily
 
 TORCH_GROUP_KEYS: Final = frozenset(
     {"param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
@@ -145,20 +145,14 @@ def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[s
     return state
 
 
-@contextmanager
-def without_pre_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_pre_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Suspend the hooks of `register_load_state_dict_pre_hook` while a state is loaded that they have seen.
 
     Args:
         optimizer: The optimizer whose hooks are suspended.
     """
     # A hook that converts an old state would convert the new one a second time.
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks  # noqa: SLF001 - torch offers no way around them
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # noqa: SLF001
-    try:
-        yield
-    finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = hooks  # noqa: SLF001
+    return temporarily(optimizer, _optimizer_load_state_dict_pre_hooks=OrderedDict())
 
 
 def rows_by(key: Callable[[Tensor], Any], *lists: list[Tensor]) -> dict[Any, list[list[Tensor]]]:
