@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.arguments import check_choice
+from lockstep.arguments import check_choice, check_number
 from lockstep.errors import StateError
 from lockstep.state import check_keys, temporarily
 
@@ -34,12 +33,11 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"`lr` must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}. "
             "Pass parameters that need different learning rates in groups, each with its own `lr`."
         )
-    if not (0 <= lr < math.inf):
-        raise ValueError(f"`lr` must be finite and at least 0, got {lr}.")
+    check_number("lr", lr, least=0, finite=True)
     if "momentum" in options and not 0 <= options["momentum"] < 1:
         raise ValueError(f"`momentum` must lie in [0, 1), got {options['momentum']}.")
-    if "weight_decay" in options and not 0 <= options["weight_decay"] < math.inf:
-        raise ValueError(f"`weight_decay` must be finite and at least 0, got {options['weight_decay']}.")
+    if "weight_decay" in options:
+        check_number("weight_decay", options["weight_decay"], least=0, finite=True)
     check_choice("missing_grad", options["missing_grad"], ("skip", "zero"))
 
 
