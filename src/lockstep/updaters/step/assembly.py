@@ -163,8 +163,8 @@ def assemble(
     )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
-    retry = OverflowRetry(engine, training, recipe, deferral, coordinator)
-    committer = Committer(engine, training, deferral, skips, shared=shared)
+    retry = OverflowRetry(engine, deferral, coordinator)
+    committer = Committer(engine, deferral, skips, shared=shared)
     return Parts(recipe, networks, training, communicator, coordinator, engine, retry, committer, deferral, skips)
 
 

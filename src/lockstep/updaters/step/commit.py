@@ -27,7 +27,6 @@ from lockstep.tree import Tensors
 from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
-from lockstep.updaters.state import TrainingState
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
@@ -194,7 +193,6 @@ class Committer:
 
     Args:
         engine: The gradient engine that made the attempts.
-        training: The training state.
         deferral: Decides whether a deferred check is read after all.
         skips: Notices updates that are skipped.
         shared: The steps of optimizers that the ranks share out, by name.
@@ -204,15 +202,9 @@ class Committer:
     """
 
     def __init__(
-        self,
-        engine: GradientEngine,
-        training: TrainingState,
-        deferral: Deferral,
-        skips: SkippedUpdates,
-        *,
-        shared: Mapping[str, SharedStep],
+        self, engine: GradientEngine, deferral: Deferral, skips: SkippedUpdates, *, shared: Mapping[str, SharedStep]
     ) -> None:
-        recipe = engine.recipe
+        training, recipe = engine.training, engine.recipe
         norms = clipping_norms(recipe.clip_grad_norm, training.optimizers)
         self._clips = bool(norms)
         self._deferral = deferral
