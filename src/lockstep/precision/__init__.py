@@ -26,6 +26,7 @@ from lockstep.precision.scaler import (
     LossScaler as LossScaler,
     cannot_skip as cannot_skip,
     skipped_if as skipped_if,
+    step_hooks as step_hooks,
 )
 from lockstep.precision.scales import (
     CurrentScale as CurrentScale,
