@@ -1,4 +1,4 @@
-"""Check arguments that must be whole numbers, True or False, or one of some names.
+"""Check arguments that must be numbers, True or False, one of some names, or functions of some arguments.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
@@ -6,8 +6,10 @@ it is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -34,6 +36,33 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         raise TypeError(f"`{name}` must be an integer, got {value!r}.{remedy}")
     if minimum is not None and value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
+
+
+def check_number(
+    name: str, value: Any, *, least: float | None = None, above: float | None = None, finite: bool = False
+) -> None:
+    """Check that a number is within a bound, which NaN never is.
+
+    >>> check_number("rate", 0.1, least=0, finite=True)
+    >>> check_number("rate", float("inf"), least=0, finite=True)
+    Traceback (most recent call last):
+    ValueError: `rate` must be finite and at least 0, got inf.
+
+    Args:
+        name: The name of the argument in error messages.
+        value: The number, or a tensor of one.
+        least: The smallest value that is allowed; None for no such bound.
+        above: What the value must be above; None for no such bound.
+        finite: Whether it must be finite.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    is_within = (least is None or value >= least) and (above is None or value > above)
+    if not is_within or (finite and not -math.inf < value < math.inf):
+        rules = (("finite", finite), (f"at least {least}", least is not None), (f"above {above}", above is not None))
+        listed = " and ".join(rule for rule, is_asked in rules if is_asked)
+        raise ValueError(f"`{name}` must be {listed}, got {value}.")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -68,6 +97,28 @@ def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     if name not in named:
         raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
     return named[name]
+
+
+def misfit(function: Callable[..., object], /, *args: object, **kwargs: object) -> str:
+    """Return why a function cannot be called with some arguments; empty if it can, or if it has no signature.
+
+    >>> misfit(len, [])
+    ''
+    >>> misfit(lambda model: model, "model", "batch")
+    'too many positional arguments'
+
+    Args:
+        function: The function. It is not called.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+    """
+    try:
+        signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # no signature
+        pass
+    return ""
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Final, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_EPOCHS: Final = 'Pass until=(10, "epoch"), for example.'
-_UPDATES: Final = 'Pass until=(1000, "iteration"), for example.'
-_CLIP: Final = "Pass clip_grad_norm=1.0 to the updater."
 _PLACES: Final = 'Pass devices=["cuda:0", "cuda:1"], devices=2 or devices="auto" to the updater.'
 _PROCESSES: Final = "Start several processes by `lockstep run -n 2 train.py` or torchrun; the script stays as it is."
 _EVALUATE: Final = "Add an evaluation: trainer.extend(lockstep.extensions.Evaluator(batches, metrics))."
-_SNAPSHOT: Final = 'Snapshots are an extension: trainer.extend(lockstep.extensions.Snapshot(), trigger=(1, "epoch")).'
-_STEPPED: Final = "update() runs forward, backward and the optimizer's step; leave this call out."
-_CRITERION: Final = "Pass loss_fn=lockstep.supervised(criterion)."
 _SCHEDULER: Final = (
     "Pass scheduler= to step after every update; to step after every epoch, add an extension: "
     "trainer.extend(lockstep.extensions.StepScheduler(scheduler))."
@@ -48,24 +42,17 @@ UPDATER: Final = {
     "device": 'Pass devices=["cuda:0"], for example; one device or several.',
     "device_ids": _PLACES,
     "models": "Pass one model, which is copied to every device; or several networks by name, model={...}.",
-    "criterion": _CRITERION,
-    "loss": _CRITERION,
-    "loss_func": _CRITERION,
-    "lr_scheduler": _SCHEDULER,
-    "epoch_scheduler": _SCHEDULER,
-    "check_every": _COMMUNICATOR,
-    "differing_models": _COMMUNICATOR,
+    **dict.fromkeys(["criterion", "loss", "loss_func"], "Pass loss_fn=lockstep.supervised(criterion)."),
+    **dict.fromkeys(["lr_scheduler", "epoch_scheduler"], _SCHEDULER),
+    **dict.fromkeys(["check_every", "differing_models"], _COMMUNICATOR),
     "batch_size": "Pass it to the BatchIterator: it is the size of the whole batch.",
     "collate_fn": "Pass converter=, a function of (samples, device).",
-    "accumulate_grad_batches": "Pass accumulate=.",
-    "gradient_accumulation_steps": "Pass accumulate=.",
-    "gradient_clip_val": "Pass clip_grad_norm=1.0.",
-    "max_grad_norm": "Pass clip_grad_norm=1.0.",
+    **dict.fromkeys(["accumulate_grad_batches", "gradient_accumulation_steps"], "Pass accumulate=."),
+    **dict.fromkeys(["gradient_clip_val", "max_grad_norm"], "Pass clip_grad_norm=1.0."),
     "accelerator": 'Pass devices=["cuda:0", "cuda:1"], devices=2 or devices="auto".',
-    "strategy": _PROCESSES,
+    **dict.fromkeys(["strategy", "world_size"], _PROCESSES),
     "mixed_precision": 'Pass precision="bf16", or precision="fp16" with loss_scale=DynamicLossScale(2.0**16).',
     "find_unused_parameters": "Leave it out: parameters without a gradient are found in every update.",
-    "world_size": _PROCESSES,
 }
 """What to write for arguments of DistributedDataParallel, Accelerate and Lightning."""
 
@@ -76,24 +63,18 @@ STANDARD_UPDATER: Final = UPDATER | {
 }
 
 TRAINER: Final = {
-    "max_epochs": _EPOCHS,
-    "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
-    "max_steps": _UPDATES,
-    "num_steps": _UPDATES,
+    **dict.fromkeys(
+        ["max_epochs", "epochs", "num_epochs", "num_train_epochs"], 'Pass until=(10, "epoch"), for example.'
+    ),
+    **dict.fromkeys(["max_steps", "num_steps"], 'Pass until=(1000, "iteration"), for example.'),
     "callbacks": "Pass extensions=, or call trainer.extend(extension, trigger=...).",
     "logger": "Call trainer.extend(lockstep.extensions.LogReport()), or TensorBoardLogger and others there.",
-    "gradient_clip_val": _CLIP,
-    "max_grad_norm": _CLIP,
+    **dict.fromkeys(["gradient_clip_val", "max_grad_norm"], "Pass clip_grad_norm=1.0 to the updater."),
     "accumulate_grad_batches": "Pass accumulate= to the updater.",
-    "accelerator": _PLACES,
-    "devices": _PLACES,
-    "num_nodes": _PROCESSES,
-    "strategy": _PROCESSES,
+    **dict.fromkeys(["accelerator", "devices"], _PLACES),
+    **dict.fromkeys(["num_nodes", "strategy"], _PROCESSES),
     "precision": 'Pass precision="bf16" or "fp16" to the updater.',
-    "default_root_dir": "Pass out=, the folder for files.",
-    "output_dir": "Pass out=, the folder for files.",
+    **dict.fromkeys(["default_root_dir", "output_dir"], "Pass out=, the folder for files."),
     "stop_trigger": "Pass until=.",
     "val_check_interval": 'Pass trigger=(100, "iteration") where you extend the trainer by an Evaluator.',
     "check_val_every_n_epoch": 'Pass trigger=(2, "epoch") where you extend the trainer by an Evaluator.',
@@ -112,15 +93,13 @@ TRAINER: Final = {
 """What to write for arguments of the trainers of Lightning, Hugging Face and Chainer."""
 
 EXTEND: Final = {
-    "every": 'Pass trigger=(1, "epoch"), for example.',
-    "interval": 'Pass trigger=(1, "epoch"), for example.',
+    **dict.fromkeys(["every", "interval"], 'Pass trigger=(1, "epoch"), for example.'),
     "invoke_before_training": "Pass call_before_training=True.",
 }
 """What to write for arguments of `Trainer.extend` elsewhere."""
 
 RUN: Final = {
-    "epochs": 'Pass until=(10, "epoch") to the Trainer, for example.',
-    "max_epochs": 'Pass until=(10, "epoch") to the Trainer, for example.',
+    **dict.fromkeys(["epochs", "max_epochs"], 'Pass until=(10, "epoch") to the Trainer, for example.'),
     "until": "Pass it to the Trainer, or set trainer.until.",
     "ckpt_path": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with the folder of a snapshot.',
     "resume_from_checkpoint": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with a folder.',
@@ -149,15 +128,14 @@ DATA_PARALLEL: Final = {
 }
 
 TRAINER_NAMES: Final = {
-    "fit": 'Call trainer.run(), or trainer.run(resume="auto").',
-    "train": 'Call trainer.run(), or trainer.run(resume="auto").',
-    "validate": _EVALUATE,
-    "evaluate": _EVALUATE,
-    "test": _EVALUATE,
+    **dict.fromkeys(["fit", "train"], 'Call trainer.run(), or trainer.run(resume="auto").'),
+    **dict.fromkeys(["validate", "evaluate", "test"], _EVALUATE),
     "add_callback": "Call trainer.extend(extension).",
     "callbacks": "Call trainer.extend(extension), and trainer.get_extension(name).",
-    "save_checkpoint": _SNAPSHOT,
-    "save_model": _SNAPSHOT,
+    **dict.fromkeys(
+        ["save_checkpoint", "save_model"],
+        'Snapshots are an extension: trainer.extend(lockstep.extensions.Snapshot(), trigger=(1, "epoch")).',
+    ),
     "log": "Call trainer.observe(name, value).",
     "model": 'Read trainer.updater.get_all_models()["main"].',
     "optimizer": 'Call trainer.updater.get_optimizer("main").',
@@ -170,16 +148,16 @@ TRAINER_NAMES: Final = {
 """What to write for attributes and methods of other trainers."""
 
 UPDATER_NAMES: Final = {
-    "fit": "Call update() for one update, or lockstep.Trainer(updater, until=...).run().",
-    "train": "Call update() for one update, or lockstep.Trainer(updater, until=...).run().",
-    "run": "Call update() for one update, or lockstep.Trainer(updater, until=...).run().",
-    "step": _STEPPED,
-    "backward": _STEPPED,
-    "zero_grad": _STEPPED,
+    **dict.fromkeys(
+        ["fit", "train", "run"], "Call update() for one update, or lockstep.Trainer(updater, until=...).run()."
+    ),
+    **dict.fromkeys(
+        ["step", "backward", "zero_grad"],
+        "update() runs forward, backward and the optimizer's step; leave this call out.",
+    ),
     "eval": "Call lockstep.predict(updater, batches), or use lockstep.extensions.Evaluator.",
     "parameters": 'Call updater.get_all_models()["main"].parameters(); they are those of your model.',
-    "model": 'Read updater.get_all_models()["main"], which is your model.',
-    "module": 'Read updater.get_all_models()["main"], which is your model.',
+    **dict.fromkeys(["model", "module"], 'Read updater.get_all_models()["main"], which is your model.'),
     "optimizer": 'Call updater.get_optimizer("main"), which returns your optimizer.',
     "iterator": 'Call updater.get_iterator("main").',
     "scheduler": "Keep the scheduler that you have passed; the updater steps it.",
@@ -194,9 +172,10 @@ UPDATER_NAMES: Final = {
 """What to write for attributes and methods of models, optimizers and other loops."""
 
 MODULE_NAMES: Final = {
-    "DistributedDataParallel": "Give your model to lockstep.ParallelUpdater, or wrap it in lockstep.DataParallel.",
-    "DDP": "Give your model to lockstep.ParallelUpdater, or wrap it in lockstep.DataParallel.",
-    "Accelerator": "Give your model to lockstep.ParallelUpdater, or wrap it in lockstep.DataParallel.",
+    **dict.fromkeys(
+        ["DistributedDataParallel", "DDP", "Accelerator"],
+        "Give your model to lockstep.ParallelUpdater, or wrap it in lockstep.DataParallel.",
+    ),
     "DataLoader": "Use lockstep.BatchIterator, or give the updater a torch.utils.data.DataLoader.",
     "ModelCheckpoint": "Use lockstep.extensions.Snapshot.",
     "Callback": "Derive from lockstep.Extension, or pass a function of the trainer to trainer.extend.",

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 MOST_TRIES: Final = 100
 """The number of times that a container is read which other threads change meanwhile."""
+NO_ATTRIBUTES: Final = frozenset({"__dict__", "__vectorcalloffset__"})
+"""Members of objects that are no attributes: the dict that holds these, and an address that calls may change."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
@@ -266,6 +268,8 @@ def listed(read: Callable[[], Iterable[T]]) -> list[T]:
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, also those that have no place in its dict, but no properties.
 
+    Of a method these are the function and the object, of a `functools.partial` also the arguments.
+
     Args:
         value: The object.
     """
@@ -277,7 +281,7 @@ def attributes(value: Any) -> dict[str, Any]:
         for name, member in vars(base).items():
             # A member without a value is no attribute.
             with suppress(AttributeError):
-                if type(member) is MemberDescriptorType and name != "__dict__":
+                if type(member) is MemberDescriptorType and name not in NO_ATTRIBUTES:
                     found[name] = member.__get__(value)
     held = getattr_static(value, "__dict__", None)
     if type(held) in (GetSetDescriptorType, MemberDescriptorType):

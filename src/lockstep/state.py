@@ -1,9 +1,10 @@
-"""Save and load the state of objects, with errors that name missing and unknown keys."""
+"""Save and load the state of objects, with errors that name missing and unknown keys, and change it for a while."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lockstep.errors import StateError
@@ -93,6 +94,31 @@ class Loadable(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Load a saved state; after an error nothing has changed."""
+
+
+@contextmanager
+def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Set attributes of an object, and restore them at the end, also after an error.
+
+    >>> class Options: number = 1
+    >>> with temporarily(Options, number=2):
+    ...     print(Options.number)
+    2
+    >>> Options.number
+    1
+
+    Args:
+        owner: The object, class or module.
+        values: The values by the names of attributes that there are.
+    """
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def load_all(parts: Sequence[tuple[Loadable, Mapping[str, Any]]]) -> None:

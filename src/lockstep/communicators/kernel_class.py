@@ -11,8 +11,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from lockstep.digest import digest
 from lockstep.portable import VARIABLES as PORTABLE_VARIABLES, is_portable
+from lockstep.state import temporarily
 
 KERNEL_VARIABLES: Final = re.compile(
     r"(ATEN|CUBLAS|DNNL|FBGEMM|KMP|MKL|OMP|ONEDNN|OPENBLAS)_.*|(GLIBC_TUNABLES|NVIDIA_TF32).*", re.DOTALL
@@ -166,25 +166,13 @@ def self_test(device: torch.device) -> Fields:
 def _digest_of(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
     numbers = _test_input(device).requires_grad_()
     # The caller may have disabled gradients. cuDNN may otherwise choose other algorithms for a convolution each time,
-    # and equal ranks would seem to differ.
-    with torch.enable_grad(), _deterministic_cudnn():
+    # and equal ranks would seem to differ. Not by `cudnn.flags`, which reads the format of float32 and raises if that
+    # was set in more than one way.
+    with torch.enable_grad(), temporarily(torch.backends.cudnn, benchmark=False, deterministic=True):
         output = kernel(numbers)
         # The gradient of a plain sum would be ones, from which a wrong kernel may compute the right result.
         (output * output).sum().backward()  # type: ignore[no-untyped-call]  # torch's gap
     return digest([output.detach(), numbers.grad])[:32]
-
-
-@contextmanager
-def _deterministic_cudnn() -> Iterator[None]:
-    """Restrict cuDNN to deterministic algorithms, of which it chooses the same ones every time."""
-    # Not by `cudnn.flags`, which reads the format of float32 and raises if that was set in more than one way.
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _test_input(device: torch.device) -> torch.Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from inspect import signature
 from itertools import chain, count
 from typing import Any, Final, TypeAlias, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
-from lockstep.arguments import check_bool, check_choice, check_integer
+from lockstep.arguments import check_bool, check_choice, check_integer, misfit
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import Iterator, SampleFilter
 from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
@@ -485,9 +484,5 @@ def _check_order_sampler(order_sampler: object) -> None:
             "torch DataLoader with a sampler."
         )
         raise TypeError(f"{rule}, got a {type(order_sampler).__name__}. {remedy}")
-    try:
-        signature(order_sampler).bind([], 0)
-    except TypeError as error:
-        raise TypeError(f"{rule}, got one that cannot be called with two arguments: {error}.") from None
-    except ValueError:  # no signature
-        pass
+    if reason := misfit(order_sampler, [], 0):
+        raise TypeError(f"{rule}, got one that cannot be called with two arguments: {reason}.")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, final, overload, runtime_checkable
@@ -12,7 +10,7 @@ from typing import Any, Final, Protocol, final, overload, runtime_checkable
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.streams import restored_generators, stream_seed
+from lockstep.streams import restored_generators, seed_python_and_numpy, stream_seed
 
 _SAMPLE_TAG: Final = 0x53414D504C4553
 """Separates the streams of samples from those of shards, which may have the same seed."""
@@ -85,14 +83,11 @@ def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: S
     """
     # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
     generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
-    numpy = sys.modules.get("numpy")
     samples = []
     with restored_generators():
         for index, seed in zip(indices, seeds, strict=True):
             generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed)
+            seed_python_and_numpy(seed)
             samples.append(load(index))
     return samples
 

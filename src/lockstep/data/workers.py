@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -239,10 +239,6 @@ def _parts(value: Any) -> Iterator[Any]:
         yield len(value)
         if len(value) <= MOST_ENTRIES:
             yield from value.items() if isinstance(value, Mapping) else value
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, MethodType):
-        yield value.__self__
     if not isinstance(value, type | ModuleType | FunctionType):
         yield from attributes(value).items()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lockstep.arguments import check_number
 from lockstep.metrics.average import read
 from lockstep.state import check_keys
 
@@ -46,8 +47,7 @@ class Accuracy:
     """
 
     def __init__(self, top_k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
-        if top_k < 1:
-            raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
+        check_number("top_k", top_k, least=1)
         if threshold is not None and (top_k != 1 or math.isnan(threshold)):
             raise ValueError(f"`threshold` must be a number, and `top_k` must be 1 then, got {threshold} and {top_k}.")
         self.top_k = top_k

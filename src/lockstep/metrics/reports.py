@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, SupportsFloat, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, Final, SupportsFloat, TypeAlias
 import torch
 from torch import nn
 
+from lockstep.arguments import check_number
 from lockstep.metrics.average import Mean, Observed
 
 MAX_NUMBERS: Final = 1000
@@ -284,8 +284,7 @@ def _checked_weight(weight: float | torch.Tensor) -> float | torch.Tensor:
         return _scalar(weight, "weight")
     if not isinstance(weight, SupportsFloat):
         raise TypeError(f"`weight` must be a number or a tensor of one element, got {weight!r}.")
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"`weight` must be finite and at least 0, got {weight}.")
+    check_number("weight", weight, least=0, finite=True)
     return float(weight)
 
 

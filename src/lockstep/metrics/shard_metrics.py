@@ -6,13 +6,14 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from lockstep.metrics.accuracy import Accuracy
+from lockstep.state import temporarily
 
 
 @runtime_checkable
@@ -241,14 +242,10 @@ class TorchMetric(ShardMetric):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Prevent the metrics from gathering states over the default process group, which are merged already."""
-        before = {name: holder.distributed_available_fn for name, holder in self._holders.items()}
-        for holder in self._holders.values():
-            holder.distributed_available_fn = lambda: False
-        try:
+        with ExitStack() as stack:
+            for holder in self._holders.values():
+                stack.enter_context(temporarily(holder, distributed_available_fn=lambda: False))
             yield
-        finally:
-            for name, holder in self._holders.items():
-                holder.distributed_available_fn = before[name]
 
     def _state(self) -> dict[str, Any]:
         return {

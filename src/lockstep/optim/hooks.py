@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from lockstep.arguments import check_number
 from lockstep.errors import StateError
 from lockstep.optim.momentum import add_scaled_
 from lockstep.optim.norm import global_norm, norms
@@ -79,8 +80,7 @@ class _Penalty(GradientHook, ChangesOnlyGradients):
     rate: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < math.inf:
-            raise ValueError(f"`rate` must be finite and at least 0, got {self.rate}.")
+        check_number("rate", self.rate, least=0, finite=True)
 
 
 class WeightDecay(_Penalty):
@@ -153,8 +153,7 @@ class GradientClipping(GradientHook, ChangesOnlyGradients):
     threshold: float
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ValueError(f"`threshold` must be above 0, got {self.threshold}.")
+        check_number("threshold", self.threshold, above=0)
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:  # noqa: ARG002 - gradients alone decide
         """Scale all gradients by the same factor."""
@@ -241,14 +240,10 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("threshold", self.threshold), ("weight_decay", self.weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"`{name}` must be finite and at least 0, got {value}.")
-        if not self.eps > 0:
-            raise ValueError(f"`eps` must be above 0, got {self.eps}.")
-        if not 0 < self.coefficient < math.inf:
-            raise ValueError(f"`coefficient` must be finite and above 0, got {self.coefficient}.")
-
+        check_number("threshold", self.threshold, least=0, finite=True)
+        check_number("weight_decay", self.weight_decay, least=0, finite=True)
+        check_number("eps", self.eps, above=0)
+        check_number("coefficient", self.coefficient, above=0, finite=True)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"`clip` must be above 0 or None, got {self.clip}.")
 
@@ -308,8 +303,7 @@ class GradientNoise(GradientHook):
     """
 
     def __init__(self, eta: float, seed: int = 0) -> None:
-        if not 0 <= eta < math.inf:
-            raise ValueError(f"`eta` must be finite and at least 0, got {eta}.")
+        check_number("eta", eta, least=0, finite=True)
         if not 0 <= seed < _NUM_WORDS:
             raise ValueError(f"`seed` must lie in 0..2**32 - 1, got {seed}.")
         self.eta = eta

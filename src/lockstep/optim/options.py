@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.arguments import check_choice
+from lockstep.arguments import check_choice, check_number
 from lockstep.errors import StateError
-from lockstep.state import check_keys
+from lockstep.state import check_keys, temporarily
 
 TORCH_GROUP_KEYS: Final = frozenset(
     {"param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
@@ -34,12 +33,11 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"`lr` must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}. "
             "Pass parameters that need different learning rates in groups, each with its own `lr`."
         )
-    if not (0 <= lr < math.inf):
-        raise ValueError(f"`lr` must be finite and at least 0, got {lr}.")
+    check_number("lr", lr, least=0, finite=True)
     if "momentum" in options and not 0 <= options["momentum"] < 1:
         raise ValueError(f"`momentum` must lie in [0, 1), got {options['momentum']}.")
-    if "weight_decay" in options and not 0 <= options["weight_decay"] < math.inf:
-        raise ValueError(f"`weight_decay` must be finite and at least 0, got {options['weight_decay']}.")
+    if "weight_decay" in options:
+        check_number("weight_decay", options["weight_decay"], least=0, finite=True)
     check_choice("missing_grad", options["missing_grad"], ("skip", "zero"))
 
 
@@ -145,20 +143,14 @@ def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[s
     return state
 
 
-@contextmanager
-def without_pre_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_pre_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Suspend the hooks of `register_load_state_dict_pre_hook` while a state is loaded that they have seen.
 
     Args:
         optimizer: The optimizer whose hooks are suspended.
     """
     # A hook that converts an old state would convert the new one a second time.
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks  # noqa: SLF001 - torch offers no way around them
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # noqa: SLF001
-    try:
-        yield
-    finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = hooks  # noqa: SLF001
+    return temporarily(optimizer, _optimizer_load_state_dict_pre_hooks=OrderedDict())
 
 
 def rows_by(key: Callable[[Tensor], Any], *lists: list[Tensor]) -> dict[Any, list[list[Tensor]]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from lockstep.arguments import check_number
 from lockstep.errors import StateError
 from lockstep.state import check_keys
 
@@ -368,12 +369,10 @@ def _write(group: dict[str, Any], option: str, value: float | Tensor) -> None:
         group[name] = value
 
 
-def _check_finite(least: float = -math.inf, /, **numbers: float) -> None:
+def _check_finite(least: float | None = None, /, **numbers: float) -> None:
     """Check that numbers are finite and at least ``least``."""
     for name, value in numbers.items():
-        if not (math.isfinite(value) and value >= least):
-            rule = "finite" if least == -math.inf else f"finite and at least {least}"
-            raise ValueError(f"`{name}` must be {rule}, got {value}.")
+        check_number(name, value, least=least, finite=True)
 
 
 _warmup_factor: Final = warmup  # `large_batch_schedule` has an argument of that name
@@ -428,10 +427,8 @@ def large_batch_schedule(
     >>> [round(made.factor(157 * epoch) * 3.2, 4) for epoch in (0, 1, 5, 29, 30, 60, 80)]
     [0.1, 0.72, 3.2, 3.2, 0.32, 0.032, 0.0032]
     """
-    if not base_lr > 0:
-        raise ValueError(f"`base_lr` must be above 0, got {base_lr}.")
-    if updates_per_epoch < 1:
-        raise ValueError(f"`updates_per_epoch` must be at least 1, got {updates_per_epoch}.")
+    check_number("base_lr", base_lr, above=0)
+    check_number("updates_per_epoch", updates_per_epoch, least=1)
     if not isinstance(warmup, tuple | list):
         raise TypeError(f"`warmup` must be (number, unit), got {warmup!r}.")
     scaled_lr = linear_scaling(base_lr, batch_size=batch_size, base_batch_size=base_batch_size)

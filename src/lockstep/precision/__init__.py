@@ -17,6 +17,7 @@ from lockstep.precision.policy import (
     MasterWeights as MasterWeights,
     Precision as Precision,
     asks_for_closure as asks_for_closure,
+    parameters_of as parameters_of,
     parse_precision as parse_precision,
     required_by_step as required_by_step,
 )
@@ -25,6 +26,7 @@ from lockstep.precision.scaler import (
     LossScaler as LossScaler,
     cannot_skip as cannot_skip,
     skipped_if as skipped_if,
+    step_hooks as step_hooks,
 )
 from lockstep.precision.scales import (
     CurrentScale as CurrentScale,

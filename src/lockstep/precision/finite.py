@@ -6,12 +6,13 @@ Updaters, `LossScaler` and optimizers all use these functions, so that there is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lockstep.state import temporarily
 
 CPU: Final = torch.device("cpu")
 
@@ -161,7 +162,8 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
     # A single kernel computes the maximum of each gradient. On a CPU that takes sixteen times as long as the check
     # above. An empty tensor has no maximum.
     present = [part if part.numel() else part.new_zeros(()) for part in parts]
-    with _not_filling():
+    # In deterministic mode, an accelerator would start another kernel to fill each of many small tensors.
+    with temporarily(torch.utils.deterministic, fill_uninitialized_memory=False):
         norms = list(torch._foreach_norm(present, math.inf))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]
@@ -305,20 +307,6 @@ def _all_sums_finite(gradients: Sequence[Tensor]) -> bool:
         if not math.isfinite(gradient.sum().item()):
             return False
     return True
-
-
-@contextmanager
-def _not_filling() -> Iterator[None]:
-    """Leave new memory as it is even in deterministic mode, for kernels that write all of many small tensors.
-
-    On an accelerator the mode would start another kernel for each of them.
-    """
-    mode: Any = torch.utils.deterministic  # typed without its only attribute
-    fills, mode.fill_uninitialized_memory = mode.fill_uninitialized_memory, False
-    try:
-        yield
-    finally:
-        mode.fill_uninitialized_memory = fills
 
 
 def _is_uncoalesced(gradient: Tensor) -> bool:

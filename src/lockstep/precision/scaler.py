@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -29,6 +28,20 @@ class ChangesOnlyGradients:
     """
 
 
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """List what PyTorch calls before and after the steps of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return [
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+
+
 def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> str | None:
     """Return why the next step of an optimizer cannot be skipped by a flag on the device; None if it can.
 
@@ -48,13 +61,7 @@ def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> s
             return f"the fused Adagrad of torch {torch.__version__} takes no flag"
         return f"{name} takes no flag; torch's fused optimizers (fused=True) do"
     # Hooks run on the host, in skipped steps as well.
-    hooks = chain(
-        _global_optimizer_pre_hooks.values(),
-        optimizer._optimizer_step_pre_hooks.values(),
-        optimizer._optimizer_step_post_hooks.values(),
-        _global_optimizer_post_hooks.values(),
-    )
-    if not all(isinstance(hook, ChangesOnlyGradients) for hook in hooks):
+    if not all(isinstance(hook, ChangesOnlyGradients) for hook in step_hooks(optimizer)):
         return f"{name} has a hook of its step that may do more than change gradients"
     if isinstance(optimizer, SGD) and _lacks_velocity(optimizer, masters):
         # Skipped on the device, the step would leave the velocities uninitialized, and later steps would use them.

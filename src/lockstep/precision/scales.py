@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lockstep.arguments import check_number
 from lockstep.precision.finite import to_device
 from lockstep.precision.policy import HALF_PRECISION
 from lockstep.state import check_keys
@@ -160,15 +161,12 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         _check_bounds(self.factor, self.minimum, self.maximum)
+        check_number("growth", self.growth, above=1, finite=True)
         # The conditions also fail for NaN.
-        if not (math.isfinite(self.growth) and self.growth > 1):
-            raise ValueError(f"`growth` must be finite and above 1, got {self.growth}.")
         if self.backoff is not None and not 0 < self.backoff < 1:
             raise ValueError(f"`backoff` must lie in (0, 1), got {self.backoff}.")
-        if not self.interval >= 1:
-            raise ValueError(f"`interval` must be at least 1, got {self.interval}.")
-        if not self.uncounted >= 0:
-            raise ValueError(f"`uncounted` must be at least 0, got {self.uncounted}.")
+        check_number("interval", self.interval, least=1)
+        check_number("uncounted", self.uncounted, least=0)
         if not -self.uncounted <= self.finite_updates < self.interval:
             raise ValueError(
                 f"`finite_updates` must lie in -`uncounted`..`interval` - 1 ({-self.uncounted}.."
@@ -230,8 +228,7 @@ class RampLossScale(LossScale):
 
     def __post_init__(self) -> None:
         _check_bounds(self.factor, self.minimum, self.maximum)
-        if not self.interval >= 1:
-            raise ValueError(f"`interval` must be at least 1, got {self.interval}.")
+        check_number("interval", self.interval, least=1)
 
     def after(self, *, finite: bool) -> RampLossScale:
         """Return the scale for the next attempt; see `LossScale.after`."""

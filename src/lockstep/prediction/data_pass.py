@@ -15,7 +15,7 @@ from lockstep.data import Iterator as LockstepIterator, Samples, check_not_split
 from lockstep.errors import DisagreementError
 from lockstep.metrics import Observers
 from lockstep.precision import Precision
-from lockstep.replicas import OneIntraOpThread
+from lockstep.replicas import OneIntraOpThread, in_mode
 from lockstep.streams import restored_generators
 from lockstep.updaters import (
     CURE,
@@ -120,18 +120,9 @@ def evaluation_mode(model: nn.Module, replicas: Sequence[nn.Module]) -> Iterator
         model: The model to evaluate.
         replicas: The replicas that run.
     """
-    modes = [(module, module.training) for root in (model, *replicas) for module in root.modules()]
-    try:
-        # By attribute, because `eval` of a module may be overridden.
-        for module, _ in modes:
-            module.training = False
-        # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
-        with restored_generators(), OneIntraOpThread(), torch.no_grad():
-            yield
-    finally:
-        # One by one, because train() would also set the children of a frozen part to training mode.
-        for module, training in modes:
-            module.training = training
+    # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
+    with in_mode(model, *replicas, training=False), restored_generators(), OneIntraOpThread(), torch.no_grad():
+        yield
 
 
 class DataPass:
@@ -193,7 +184,7 @@ class DataPass:
             results = runner.run(
                 window, function, observers, first=first, converter=self._converter, arguments=arguments
             )
-            self.sizes += [batch_size(batch, runner.batch_dim) for batch in window]
+            self.sizes += [batch_size(batch, runner.conversion.batch_dim) for batch in window]
             yield [(first + each.shard.batch, each) for each in results]
         if not self.sizes:
             raise ValueError(f"`{self._name}` must yield at least one batch, got none. A generator yields only once.")

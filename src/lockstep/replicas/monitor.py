@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.arguments import check_number
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
 from lockstep.replicas.batch import argument_names
@@ -136,8 +137,7 @@ class Monitor:
     """
 
     def __init__(self, interval: int = 1, stat: Statistic = rms, pattern: str = ".*", *, sort: bool = False) -> None:
-        if interval < 1:
-            raise ValueError(f"`interval` must be at least 1, got {interval}.")
+        check_number("interval", interval, least=1)
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:

@@ -12,7 +12,11 @@ from lockstep.streams.override import (
     StreamOverrideError as StreamOverrideError,
     shard_stream as shard_stream,
 )
-from lockstep.streams.seeding import restored_generators as restored_generators, seed_everything as seed_everything
+from lockstep.streams.seeding import (
+    restored_generators as restored_generators,
+    seed_everything as seed_everything,
+    seed_python_and_numpy as seed_python_and_numpy,
+)
 from lockstep.streams.seeds import (
     INITIALISATION as INITIALISATION,
     STEP as STEP,

@@ -39,13 +39,22 @@ def seed_everything(seed: int) -> int:
     check_integer("seed", seed, minimum=0)
     if seed > MAX_SEED:
         raise ValueError(f"`seed` must be at most {MAX_SEED}, got {seed}.")
-    random.seed(seed)
     torch.manual_seed(seed)
+    seed_python_and_numpy(seed)
+    return seed
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed the default generators of Python, and of NumPy if it is imported.
+
+    Args:
+        seed: The seed, in 0..4294967295.
+    """
+    random.seed(seed)
     # If NumPy is not imported, nothing can draw from its default generator yet; importing it takes time.
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
-    return seed
 
 
 @contextmanager

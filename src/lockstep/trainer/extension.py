@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from lockstep.arguments import misfit
 from lockstep.errors import StateError
 from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
@@ -157,10 +158,10 @@ class FunctionExtension(Extension):
         # A callable object has no `__name__`.
         default_name = function.__name__ if inspect.isroutine(function) else type(function).__name__
         self._name = name or default_name
-        self._initialize = initialize
-        self._finalize = finalize
-        self._on_error = on_error
         self._has_warned = False
+        actions = {"initialize": initialize, "finalize": finalize, "on_error": on_error}
+        # They are called instead of the methods, which do nothing.
+        vars(self).update({method: action for method, action in actions.items() if action is not None})
 
     @property
     def name(self) -> str:
@@ -177,21 +178,6 @@ class FunctionExtension(Extension):
                 "Call trainer.observe(name, value) for each. This warning is given once.",
                 stacklevel=2,
             )
-
-    def initialize(self, trainer: Any) -> None:
-        """Call the ``initialize`` function, if there is one."""
-        if self._initialize is not None:
-            self._initialize(trainer)
-
-    def finalize(self, trainer: Any) -> None:
-        """Call the ``finalize`` function, if there is one."""
-        if self._finalize is not None:
-            self._finalize(trainer)
-
-    def on_error(self, trainer: Any, error: BaseException) -> None:
-        """Call the ``on_error`` function, if there is one."""
-        if self._on_error is not None:
-            self._on_error(trainer, error)
 
 
 def as_extension(extension: Extension | Action) -> Extension:
@@ -219,12 +205,8 @@ def as_extension(extension: Extension | Action) -> Extension:
         raise TypeError(f"{rule}, got {extension!r}.{remedy}")
     if isinstance(extension, Extension):
         return extension
-    try:
-        inspect.signature(extension).bind(None)
-    except TypeError as error:
-        raise TypeError(f"{rule}, got one that cannot be called with the trainer: {error}.") from None
-    except ValueError:  # no signature
-        pass
+    if reason := misfit(extension, None):
+        raise TypeError(f"{rule}, got one that cannot be called with the trainer: {reason}.")
     names = ("trigger", "priority", "call_before_training", "initialize", "finalize", "on_error")
     return FunctionExtension(
         extension, **{each: getattr(extension, each) for each in names if hasattr(extension, each)}

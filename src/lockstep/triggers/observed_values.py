@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
-from lockstep.arguments import check_choice
+from lockstep.arguments import check_choice, check_number
 from lockstep.metrics import Average
 from lockstep.triggers.times import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger, Unit, reached
@@ -147,12 +147,10 @@ class EarlyStopping(Trigger):
         check_finite: bool = False,
         min_epochs: float = 0,
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"`patience` must be at least 1, got {patience}.")
+        check_number("patience", patience, least=1)
         check_choice("mode", mode, ("auto", "min", "max"))
-        for argument, number in (("min_delta", min_delta), ("min_epochs", min_epochs)):
-            if not number >= 0:
-                raise ValueError(f"`{argument}` must be at least 0, got {number}.")
+        check_number("min_delta", min_delta, least=0)
+        check_number("min_epochs", min_epochs, least=0)
         self.monitor = monitor
         self.patience = patience
         self.mode = ("max" if "accuracy" in monitor else "min") if mode == "auto" else mode

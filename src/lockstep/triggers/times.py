@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
-from lockstep.arguments import check_choice
+from lockstep.arguments import check_choice, check_number
 from lockstep.state import check_keys
 from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, num_completed, position, reached
 
@@ -31,8 +31,7 @@ class Interval(Trigger):
 
     def __init__(self, period: float, unit: Unit) -> None:
         check_choice("unit", unit, get_args(Unit))
-        if not period > 0:
-            raise ValueError(f"`period` must be above 0, got {period}.")
+        check_number("period", period, above=0)
         if unit in ("iteration", "update") and period != int(period):
             raise ValueError(f"`period` must be a whole number of iterations, got {period}.")
         self.period = period
@@ -126,8 +125,7 @@ class Time(Trigger):
     _saved = ("next",)
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"`seconds` must be above 0, got {seconds}.")
+        check_number("seconds", seconds, above=0)
         self.seconds = seconds
         self._next = seconds
 
@@ -262,8 +260,7 @@ class Until(Trigger):
 
     def __init__(self, bound: float, unit: Unit) -> None:
         check_choice("unit", unit, get_args(Unit))
-        if not bound >= 0:
-            raise ValueError(f"`bound` must be at least 0, got {bound}.")
+        check_number("bound", bound, least=0)
         self.bound = bound
         self.unit: Unit = unit
 

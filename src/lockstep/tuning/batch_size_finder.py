@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -15,6 +14,7 @@ from lockstep.arguments import check_choice, check_integer
 from lockstep.data import BatchIterator
 from lockstep.errors import PeerError, is_memory_error
 from lockstep.replicas import free_reserved_memory, peak_memory, restart_peak_memory
+from lockstep.state import temporarily
 from lockstep.tuning.restored import restored
 from lockstep.updaters import MAIN, ParallelUpdater
 
@@ -154,7 +154,8 @@ def find_batch_size(
     if first > limit:
         what = "`max_batch_size`" if limit == max_batch_size else "the number of samples in the dataset"
         raise ValueError(f"`min_batch_size` must be at most {what} ({limit}), got {first}.")
-    with restored(updater) as state, _full_batches(batches):
+    full_batches = temporarily(batches, batch_size=batches.batch_size, last_batch="wrap", repeat=True)
+    with restored(updater) as state, full_batches:
         trials = [_tried(updater, batches, state, first, num_updates)]
         if not trials[0].fits:
             raise MemoryError(
@@ -199,17 +200,6 @@ def _check(updater: object, iterator: str, max_batch_size: int | None) -> BatchI
             "one with `carried`. For the search, leave `carried` out."
         )
     return batches
-
-
-@contextmanager
-def _full_batches(batches: BatchIterator) -> Iterator[None]:
-    """Return a context manager that restores the batch size, and within which every batch is full."""
-    before = batches.batch_size, batches.last_batch, batches.repeat
-    batches.last_batch, batches.repeat = "wrap", True
-    try:
-        yield
-    finally:
-        batches.batch_size, batches.last_batch, batches.repeat = before
 
 
 def _tried(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+from lockstep.arguments import misfit
 from lockstep.errors import OrderError
 
 
@@ -161,7 +161,7 @@ class Supervised:
         try:
             output = model(*inputs, **kwargs)
         except TypeError as error:
-            if takes(model.forward, inputs, kwargs):
+            if not misfit(model.forward, *inputs, **kwargs):
                 raise
             raise TypeError(
                 f"The model is called with the entries of the batch but the target, {_types(inputs, kwargs)}, but "
@@ -291,7 +291,7 @@ def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tenso
     try:
         returned: torch.Tensor | Loss = model(*args, **kwargs)
     except TypeError as error:
-        if takes(model.forward, args, kwargs):
+        if not misfit(model.forward, *args, **kwargs):
             raise
         raise TypeError(
             f"Without `loss_fn` the model is called with the whole batch and must return its loss, but {error}. The "
@@ -316,23 +316,6 @@ _CRITERION_REMEDY: Final = (
 )
 
 
-def takes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function takes these arguments, as far as its signature tells.
-
-    Args:
-        function: The function.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-    """
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    except ValueError:  # no signature
-        pass
-    return True
-
-
 def _types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the arguments of a call by their types."""
     return f"({', '.join([*[type(each).__name__ for each in args], *[f'{name}=' for name in kwargs]])})"
@@ -349,7 +332,7 @@ def explained(error: Exception, loss_fn: LossFunction, args: Sequence[Any], kwar
     """
     if not isinstance(error, TypeError) or loss_fn is model_is_loss:
         return error
-    if takes(loss_fn, [None, *args], kwargs) and "Tensor' object is not callable" not in str(error):
+    if not misfit(loss_fn, None, *args, **kwargs) and "Tensor' object is not callable" not in str(error):
         return error
     entries = [*[f"entry{index}" for index in range(len(args))], *[f"{name}=..." for name in kwargs]]
     return TypeError(

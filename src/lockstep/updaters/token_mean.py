@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lockstep.replicas import in_mode
 from lockstep.updaters.loss import Loss
 
 _FOUND: Final[WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
@@ -79,13 +80,9 @@ class TokenMean:
     @torch.no_grad()
     def _asked(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of a model, and leave the random stream as it is, so that each call draws the same."""
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            with torch.random.fork_rng([each.device for each in [kwargs[self.target]] if each.is_cuda]):
-                loss = _loss_of(model.eval()(*args, **kwargs))
-        finally:
-            for module, training in modes:
-                module.training = training
+        devices = [each.device for each in [kwargs[self.target]] if each.is_cuda]
+        with in_mode(model, training=False), torch.random.fork_rng(devices):
+            loss = _loss_of(model(*args, **kwargs))
         if not isinstance(loss, torch.Tensor):
             raise ValueError(  # noqa: TRY004 - the model is right, and the argument is missing
                 f"`shifted` must be True or False for a {type(model).__name__}, which returns no loss in evaluation "

@@ -17,7 +17,7 @@ from typing import Any, Final
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
 from lockstep.verify.findings import findings
-from lockstep.verify.ways import REFERENCE, Job, Target, Way
+from lockstep.verify.ways import REFERENCE, Job, Way
 
 AT_ONCE: Final = 2
 """The number of ways that run at the same time."""
@@ -222,7 +222,7 @@ class Verifier:
 
     def with_causes(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows with the cause of each difference; equal differences of several ways are looked at once."""
-        known: dict[Target, Cause] = {}
+        known: dict[tuple[int | None, ...], Cause] = {}
         found = []
         for row in rows:
             difference = row.difference
@@ -232,18 +232,18 @@ class Verifier:
             if difference.what == "data":
                 found.append(replace(row, cause=Cause("data")))
                 continue
-            target = Target(difference.source, difference.update, difference.computation, difference.shard)
-            if target not in known:
+            place = difference.source, difference.update, difference.computation, difference.shard
+            if place not in known:
                 self.say(f"{row.way.name}: looking for the cause")
-                known[target] = self.cause(row.way, difference, target)
-            found.append(replace(row, cause=known[target]))
+                known[place] = self.cause(row.way, difference)
+            found.append(replace(row, cause=known[place]))
         return found
 
-    def cause(self, way: Way, difference: Difference, target: Target) -> Cause:
+    def cause(self, way: Way, difference: Difference) -> Cause:
         """Run the first way and another one up to a difference, and return its cause."""
-        ours = self.job(REFERENCE, f"cause-{REFERENCE.name}", target=target)
-        theirs = self.job(way, f"cause-{way.name}", target=target)
-        ours, theirs = (replace(each, updates=target.update) for each in (ours, theirs))
+        ours = self.job(REFERENCE, f"cause-{REFERENCE.name}", target=difference)
+        theirs = self.job(way, f"cause-{way.name}", target=difference)
+        ours, theirs = (replace(each, updates=difference.update) for each in (ours, theirs))
         # The state to resume from has been written by the run that was killed.
         theirs = replace(theirs, resumes_at=max(1, self.updates // 2) if way.resumes else 0)
         last = theirs.stages(0)[-1]

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import FreshMemory, ShardRunner
+from lockstep.state import temporarily
 from lockstep.tree import ShardSum
 from lockstep.verify.recorder import LOCAL, bits
 
@@ -112,14 +113,9 @@ def kind_of_step(optimizer: Optimizer) -> str:
     return kind_of(once)
 
 
-@contextmanager
-def _experiment(now: float) -> Any:
-    """Hold the clocks of this thread, and record nothing."""
-    LOCAL.now, LOCAL.experiment = now, True
-    try:
-        yield
-    finally:
-        LOCAL.now, LOCAL.experiment = None, False
+def _experiment(now: float) -> AbstractContextManager[None]:
+    """Return a context in which the clocks of this thread stand still, and nothing is recorded."""
+    return temporarily(LOCAL, now=now, experiment=True)
 
 
 def _run(work: Callable[[], None], *, elsewhere: bool) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,9 +100,3 @@ def in_float64() -> Iterator[InFloat64]:
             yield mode
     finally:
         torch.set_default_dtype(before)
-
-
-def seed() -> None:
-    """Begin the generators of Python and NumPy anew, so that each shard draws the same from them."""
-    random.seed(0)
-    np.random.seed(0)

@@ -38,6 +38,7 @@ from lockstep.replicas import (
     ShardStreams,
     parse_devices,
 )
+from lockstep.state import temporarily
 from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
@@ -93,16 +94,12 @@ class ObservedTask:
             recorder.shard(computation, shard.index, data=of_nest(batch))
         reports = getattr(task, "reports", None)
         before = 0 if reports is None else len(reports)
-        LOCAL.shard = (computation, shard.index)
         is_target = instruments.is_target(computation, shard.index)
         kept = map_tensors(torch.clone, given) if is_target else None
-        try:
-            looks = instruments.job.way.one_shard and not torch.is_grad_enabled()
-            evaluation = instruments.evaluation() if looks else NO_CONTEXT
-            with evaluation, instruments.modes(log=is_target) as log:
-                task.run(runner, shard, given)
-        finally:
-            LOCAL.shard = None
+        looks = instruments.job.way.one_shard and not torch.is_grad_enabled()
+        evaluation = instruments.evaluation() if looks else NO_CONTEXT
+        with temporarily(LOCAL, shard=(computation, shard.index)), evaluation, instruments.modes(log=is_target) as log:
+            task.run(runner, shard, given)
         if is_target:
             repeat = partial(kind_of_shard, runner, shard, kept, task) if reports is not None else str
             instruments.write_trace(log, repeat)

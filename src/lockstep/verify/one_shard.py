@@ -22,9 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments, map_tensors, tensors
 from lockstep.plan import Shard
+from lockstep.streams import seed_python_and_numpy
 from lockstep.updaters import LossFunction, check_loss, loss_weight
 from lockstep.verify.causes import Cause
-from lockstep.verify.float64 import in_float64, seed, widened
+from lockstep.verify.float64 import in_float64, widened
 
 TOLERANCE: Final = 1e-6
 """The largest difference that counts as rounding, relative to the gradients of the shards. Rounding in float64 makes
@@ -173,7 +174,7 @@ class Comparison:
             for buffer, before in zip(self.model.buffers(), self.buffers, strict=True):
                 buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
-        seed()
+        seed_python_and_numpy(0)  # so that each part draws the same from them
         given, carried = map_tensors(lambda each: widened(each).clone(), (part.given, self.carried(samples)))
         args, kwargs = call_arguments(given)
         with collecting(Observers({"": self.model}), len(samples)):

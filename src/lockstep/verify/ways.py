@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from lockstep.verify.comparison import Difference
+
 HASH_SEED: Final = "20111"
 """The PYTHONHASHSEED of the way of that name; the others have 0, so that sets of strings have one order in them."""
 LATER: Final = 3
@@ -85,23 +87,6 @@ def chosen(only: Collection[str] = (), skip: Collection[str] = ()) -> Sequence[W
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What to look at more closely, where two runs were found to differ.
-
-    Attributes:
-        source: The updater or optimizer, counted in the order of their first updates.
-        update: The update, 1 for the first one.
-        computation: The gradient of the update, 1 for the first one; None for the step of the optimizers.
-        shard: The shard; None for the step.
-    """
-
-    source: int
-    update: int
-    computation: int | None = None
-    shard: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """One process that runs the script.
 
@@ -116,7 +101,7 @@ class Job:
         port: The port at which processes of its way meet; 0 for a single process.
         dies_at: The number of updates after which it is killed; 0 for never.
         resumes_at: The number of updates that an earlier process has made; 0 for none.
-        target: What to look at more closely; None for nothing.
+        target: Where two runs differ, of which this one writes down what is computed there; None for nowhere.
     """
 
     name: str
@@ -129,7 +114,7 @@ class Job:
     port: int = 0
     dies_at: int = 0
     resumes_at: int = 0
-    target: Target | None = None
+    target: Difference | None = None
 
     @property
     def record(self) -> Path:

@@ -149,8 +149,8 @@ class Restless(RankReduction):
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         super()._update_assignment(reports)
         # Equal on all ranks, which make equally many attempts.
-        self._workloads = drawn_workloads(self._random, self._workloads)
-        self._assign()
+        workloads = [*self.assignment.lower, self.workloads, *self.assignment.higher]
+        self._assign(drawn_workloads(self._random, workloads))
         return False
 
 

@@ -13,6 +13,7 @@ from lockstep import optim
 from lockstep.errors import OrderError
 from lockstep.optim import HookList
 from lockstep.precision import first_nonfinite
+from lockstep.state import temporarily
 
 Self = TypeVar("Self", bound="GradientMethod")
 
@@ -395,11 +396,8 @@ class _PerParameterHook:
         if self.rule is None:
             self.hook(optimizer, parameter)
             return
-        self.rule.in_pre_hook = self.timing == "pre"
-        try:
+        with temporarily(self.rule, in_pre_hook=self.timing == "pre"):
             self.hook(self.rule, parameter)
-        finally:
-            self.rule.in_pre_hook = False
 
 
 def _adapt_hook(hook: Callable[..., object]) -> Callable[..., object]:

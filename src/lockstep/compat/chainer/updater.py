@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from inspect import ismethod
 from typing import Any, TypeAlias
 
@@ -18,38 +18,6 @@ from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Sou
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters import MAIN, Converter, UpdateResult, by_name
-
-
-class FollowingReplicas:
-    """Modules that receive the weights and buffers of another module.
-
-    They do not compute, because the updater creates its own replicas. You can inspect or evaluate them: they have the
-    weights of the last update.
-
-    Args:
-        main: The module that is trained.
-        modules: Copies of it, on any devices.
-    """
-
-    def __init__(self, main: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._main = main
-        self._modules = list(modules)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Copy the parameters and buffers of the main module to the others."""
-        # Before the first batch, a lazy module has no weights to copy.
-        if _has_lazy_parameters(self._main):
-            return
-        for module in self._modules:
-            # Loading a state gives lazy parameters their shapes.
-            if _has_lazy_parameters(module):
-                module.load_state_dict(self._main.state_dict())
-            main_tensors = dict(_tensors(self._main))
-            for name, tensor in _tensors(module):
-                # The main module may have set a buffer to None in the meantime.
-                if name in main_tensors:
-                    tensor.copy_(main_tensors[name])
 
 
 def main_first(names: Mapping[str, object]) -> list[str]:
@@ -232,13 +200,12 @@ class ParallelUpdater(updaters.ParallelUpdater):
             # Chainer calls the loss function once for each device.
             audit_every=0,
         )
-        others = [replica for name, replica in replicas.items() if name != MAIN]
-        self._following = FollowingReplicas(replicas[MAIN], others)
+        self._following = [replica for name, replica in replicas.items() if name != MAIN]
 
     def update(self) -> UpdateResult:
         """Run one update, then copy the weights to the replicas; see `lockstep.ParallelUpdater.update`."""
         result = super().update()
-        self._following.update()
+        self._update_following()
         return result
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
@@ -250,13 +217,34 @@ class ParallelUpdater(updaters.ParallelUpdater):
         result = super().apply_gradients(optimizer)
         # Within a step function, the weights may still be restored: they are final when the update is complete.
         if self._custom.state is None:
-            self._following.update()
+            self._update_following()
         return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state, then copy the weights to the replicas; see `lockstep.ParallelUpdater.load_state_dict`."""
         super().load_state_dict(state)
-        self._following.update()
+        self._update_following()
+
+    @torch.no_grad()
+    def _update_following(self) -> None:
+        """Copy the parameters and buffers of the main model to the other replicas that you have given.
+
+        They do not compute, because the updater creates its own replicas. You can inspect or evaluate them: they have
+        the weights of the last update.
+        """
+        main = self._training.models[MAIN]
+        # Before the first batch, a lazy module has no weights to copy.
+        if _has_lazy_parameters(main):
+            return
+        for module in self._following:
+            # Loading a state gives lazy parameters their shapes.
+            if _has_lazy_parameters(module):
+                module.load_state_dict(main.state_dict())
+            main_tensors = dict(_tensors(main))
+            for name, tensor in _tensors(module):
+                # The main module may have set a buffer to None in the meantime.
+                if name in main_tensors:
+                    tensor.copy_(main_tensors[name])
 
     def serialize(self, serializer: Serializer) -> None:
         """Save or load everything that the next update depends on.

@@ -363,7 +363,10 @@ class DataParallelExecutorGroup:
         *,
         output_layouts: Mapping[str, str] | None = None,
     ) -> None:
-        _check_unsupported(state_names=state_names, group2ctxs=group2ctxs)
+        remedy = "Pass states as data, and place parts of the model with `lockstep.OnDevice`."
+        for name, value in (("state_names", state_names), ("group2ctxs", group2ctxs)):
+            if value:
+                raise ValueError(f"`{name}` must be None, got {value!r}. {remedy}")
         if inputs_need_grad and not for_training:
             raise ValueError("`inputs_need_grad` must be False if `for_training` is, got True.")
         self.workload = check_workloads(len(contexts), workload)
@@ -569,11 +572,3 @@ class DataParallelExecutorGroup:
         slices = split_input_slice(size, self.workload)
         self.logger.debug("A batch of %d samples is split into %s.", size, slices)
         return [float(each.stop - each.start) for each in slices]
-
-
-def _check_unsupported(**arguments: object) -> None:
-    """Check that arguments without an equivalent are not used."""
-    remedy = "Pass states as data, and place parts of the model with `lockstep.OnDevice`."
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(f"`{name}` must be None, got {value!r}. {remedy}")

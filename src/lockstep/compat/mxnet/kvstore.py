@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.arguments import check_number
 from lockstep.communicators import Communicator, LocalCommunicator, find_communicator
 from lockstep.errors import OrderError, StateError
 from lockstep.state import check_keys
@@ -140,8 +140,7 @@ class TwoBitCompression:
     residuals: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(f"`threshold` must be finite and above 0, got {self.threshold}.")
+        check_number("threshold", self.threshold, above=0, finite=True)
 
     def compress(self, sender: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return the values that the receiver gets for a gradient, and keep the rest in the residual.

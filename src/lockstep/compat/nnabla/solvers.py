@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lockstep.arguments import check_number
 from lockstep.optim import HookedOptimizer, MomentumSGD, norms, rows_by, scalar
 
 
@@ -202,15 +203,12 @@ class LAMB(HookedOptimizer):
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
-        eps = options["eps"]
         for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
             if not 0 <= beta < 1:
                 raise ValueError(f"`{name}` must lie in [0, 1), got {beta}.")
-        if not 0 < eps < math.inf:
-            raise ValueError(f"`eps` must be finite and above 0, got {eps}.")
-        for name in ("weight_decay", "threshold"):
-            if not 0 <= options[name] < math.inf:
-                raise ValueError(f"`{name}` must be finite and at least 0, got {options[name]}.")
+        check_number("eps", options["eps"], above=0, finite=True)
+        check_number("weight_decay", options["weight_decay"], least=0, finite=True)
+        check_number("threshold", options["threshold"], least=0, finite=True)
         least, greatest = options["norm_bounds"]
         if not (0 <= least <= greatest and least < math.inf and greatest > 0):
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
 from typing import Any, Final, final
@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as worker_module
 from lockstep.data.batch_fingerprint import fingerprint
 from lockstep.data.parts.part import BlockPart, indexed
 from lockstep.data.samples import Samples
-from lockstep.state import Loadable
+from lockstep.state import Loadable, temporarily
 
 _DIFFERS: Final = (
     "It yields other samples than when it was counted. An iterable must yield the same samples whenever it is opened, "
@@ -120,18 +120,12 @@ def _checksum(samples: Sequence[Any]) -> int:
     return fingerprint(Samples(samples, range(len(samples)), samples)).checksum
 
 
-@contextmanager
-def _outside_of_workers() -> Iterator[None]:
+def _outside_of_workers() -> AbstractContextManager[None]:
     """Return a context manager within which `torch.utils.data.get_worker_info` returns None.
 
     Iterables distribute their samples to the workers that it names, but a part must be whole in each.
     """
-    module: Any = worker_module
-    info, module._worker_info = module._worker_info, None  # noqa: SLF001 - there is no public way
-    try:
-        yield
-    finally:
-        module._worker_info = info  # noqa: SLF001
+    return temporarily(worker_module, _worker_info=None)
 
 
 class _Block(list[Any]):

@@ -21,6 +21,7 @@ from lockstep.replicas.batch import BatchDim, Inputs
 from lockstep.replicas.buffers import trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
 from lockstep.replicas.passes import Forward, ForwardBackward, ShardHooks, shards_of_batch
+from lockstep.state import temporarily
 from lockstep.tree import PartialSum, total
 
 
@@ -165,10 +166,7 @@ def attached_forward(
     devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
     parameters: dict[str, torch.Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
     buffers = dict(trained_buffers(model).values())
-    inner = passes.shard_hooks
-    passes.shard_hooks = AliasHooks(parameters | buffers, len(parameters), devices, inner, flat)
-    try:
-        attached = replace(inputs, attached=True, requires_grad=[False] * len(inputs.tensors))
+    hooks = AliasHooks(parameters | buffers, len(parameters), devices, passes.shard_hooks, flat)
+    attached = replace(inputs, attached=True, requires_grad=[False] * len(inputs.tensors))
+    with temporarily(passes, shard_hooks=hooks):
         return passes.forward(attached, num_shards=num_shards, output_dim=output_dim)
-    finally:
-        passes.shard_hooks = inner

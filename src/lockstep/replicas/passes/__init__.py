@@ -15,7 +15,7 @@ from lockstep.replicas.passes.leaks import (
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
 from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
+from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runners as create_runners
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,
@@ -23,4 +23,4 @@ from lockstep.replicas.passes.summing import (
     finish_whole as finish_whole,
     move_partials as move_partials,
 )
-from lockstep.replicas.passes.tasks import ShardHooks as ShardHooks
+from lockstep.replicas.passes.tasks import ShardHooks as ShardHooks, in_mode as in_mode

@@ -27,7 +27,6 @@ from lockstep.replicas.buffers import (
     BufferRef,
     BufferRules,
     BufferSum,
-    ReplicaBuffers,
     buffer_refs,
     check_buffers,
     check_rules,
@@ -35,7 +34,7 @@ from lockstep.replicas.buffers import (
     trained_buffers,
 )
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
-from lockstep.replicas.passes.shard_runner import ShardRunner
+from lockstep.replicas.passes.shard_runner import ShardRunner, create_runners
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
 from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ShardHooks, mode_of
@@ -268,23 +267,13 @@ class ForwardBackward:
         """Create everything that depends on the replicas again if the model has changed."""
         if not self.replicas.refresh() and self._runners:
             return
-        model, replicas, devices = self.replicas.model, self.replicas.replicas, self.replicas.devices
-        pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
+        model = self.replicas.model
+        pairs = zip(model.named_parameters(), self.replicas.replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
         self._buffer_refs = buffer_refs(model, self._rules)
         self._checked_for_leaks = False
-        self._runners = [
-            ShardRunner(
-                place,
-                self.replicas,
-                device,
-                replica,
-                [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                ReplicaBuffers(model, replica, self._rules),
-            )
-            for place, (device, replica) in enumerate(zip(devices, replicas, strict=True))
-        ]
+        self._runners = create_runners(self.replicas, self._rules)
 
     def _forward(
         self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool

@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lockstep.errors import ReplicaError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import ReplicaBuffers
+from lockstep.replicas.buffers import BufferRules, ReplicaBuffers
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.pool import ReplicaSet, cure_of, samples_text
 from lockstep.tree import Tensors
@@ -165,6 +165,32 @@ class ShardRunner:
             device=str(self.device),
             shard=shard.index,
         )
+
+
+def create_runners(
+    replicas: ReplicaSet, rules: BufferRules = "mean", *, names_batches: bool = False
+) -> list[ShardRunner]:
+    """Create a runner for each replica.
+
+    Args:
+        replicas: The model and its replicas, up to date.
+        rules: The rules that combine buffers over shards.
+        names_batches: See `ShardRunner`.
+    """
+    return [
+        ShardRunner(
+            place,
+            replicas,
+            device,
+            replica,
+            # Replicas list their parameters in the model's order, so one index means the same parameter on every
+            # device.
+            [parameter for parameter in replica.parameters() if parameter.requires_grad],
+            ReplicaBuffers(replicas.model, replica, rules),
+            names_batches,
+        )
+        for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
+    ]
 
 
 def _cure_of_size(error: Exception, shard: Shard) -> str:

@@ -59,16 +59,24 @@ def mode_of(model: nn.Module, *, training: bool | None) -> bool | None:
 
 
 @contextmanager
-def _in_mode(replica: nn.Module, *, training: bool) -> Iterator[None]:
-    modules = [module for module in replica.modules() if module.training != training]
-    for module in modules:
-        # By attribute, because `train()` may be overridden and would switch the children too.
-        module.training = training
+def in_mode(*models: nn.Module, training: bool) -> Iterator[None]:
+    """Set all modules of models to training or evaluation mode, and restore the mode of each at the end.
+
+    Args:
+        models: The models.
+        training: Whether to set training mode.
+    """
+    modes = [(module, module.training) for model in models for module in model.modules()]
     try:
+        for module, before in modes:
+            # By attribute, because `train()` may be overridden and would switch the children too.
+            if before != training:
+                module.training = training
         yield
     finally:
-        for module in modules:
-            module.training = not training
+        for module, before in modes:
+            if module.training != before:
+                module.training = before
 
 
 @dataclass(slots=True)
@@ -120,7 +128,7 @@ class ForwardTask:
         replica = runner.replica
         leaves = self.restore_buffers(runner) if runner.buffers.entries else []
         with (
-            NULL_CONTEXT if self.training is None else _in_mode(replica, training=self.training),
+            NULL_CONTEXT if self.training is None else in_mode(replica, training=self.training),
             NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
             NULL_CONTEXT if self.observers is None else collecting(self.observers, len(shard.samples)) as reported,
         ):
@@ -177,7 +185,7 @@ class BackwardTask:
         """
         replica = runner.replica
         with (
-            NULL_CONTEXT if self.training is None else _in_mode(replica, training=self.training),
+            NULL_CONTEXT if self.training is None else in_mode(replica, training=self.training),
             NULL_CONTEXT if self.hooks is None else self.hooks.backward(runner.place, shard, replica),
         ):
             # Activation checkpointing draws again what forward drew, and a custom backward may draw too.

@@ -497,10 +497,6 @@ def _contents_of(value: Any) -> tuple[Any, list[Any]]:
     if kind is not None:
         parts = listed(lambda: dict.values(value) if kind is dict else kind.__iter__(value))
         return None if kind in {tuple, frozenset} else value, parts
-    if isinstance(value, MethodType):
-        return None, [value.__self__]
-    if isinstance(value, partial):
-        return value.keywords, [value.func, *value.args, *value.keywords.values()]
     own = getattr(value, "__dict__", None)
     container = own if isinstance(own, dict) and not _has_members(value) else None
     return container, list(attributes(value).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
@@ -101,7 +101,6 @@ class ReplicaSet:
         model: The model. It stays where it is, so call ``model.to(devices[0])`` first to train it on a GPU.
         devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
         workloads: The relative speeds of the devices, by which shards are assigned. They are equal by default.
-        frozen: The names of parameters that require no gradient on the replicas, even if they do in the model.
         timeout: The number of seconds, above 0, after which a device that is still at work counts as hung. The first
             device then has a thread of its own too, even if devices work one after another. ``"auto"`` is half an hour
             for the threads of the other devices, counted from when the calling thread has finished its own share, which
@@ -125,7 +124,6 @@ class ReplicaSet:
         devices: Devices = "auto",
         *,
         workloads: Sequence[float] | None = None,
-        frozen: Collection[str] = (),
         timeout: Timeout = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -158,7 +156,8 @@ class ReplicaSet:
         """Whether work may run in other threads, which need the settings of the caller."""
         places = range(len(self.devices))
         self._place_ranges = [places[place : place + 1] for place in places]
-        self.frozen = frozenset(frozen)
+        self.frozen: frozenset[str] = frozenset()
+        """The names of parameters that require no gradient on the replicas, even if they do in the model."""
         """The names of parameters that require no gradient on the replicas."""
         self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""

@@ -9,7 +9,7 @@ from lockstep.updaters.compute.clock import (
 from lockstep.updaters.compute.early_send import EarlySend as EarlySend
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
-    create_runners as create_runners,
+    recording_runners as recording_runners,
     without_gradients as without_gradients,
 )
 from lockstep.updaters.compute.shard_gradients import (

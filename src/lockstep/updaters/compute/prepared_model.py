@@ -18,11 +18,11 @@ from lockstep.metrics import Observers, report
 from lockstep.replicas import (
     BufferRef,
     BufferRules,
-    ReplicaBuffers,
     ReplicaSet,
     ShardRunner,
     TreeSum,
     buffer_refs,
+    create_runners,
 )
 from lockstep.updaters.compute.merging import can_be_merged
 from lockstep.updaters.setup import Recipe
@@ -155,7 +155,7 @@ class PreparedModel:
             [parameter for parameter in model.parameters() if not parameter.requires_grad],
             buffer_refs(model, recipe.buffers),
             like,
-            create_runners(replicas, recipe.buffers, trained=True),
+            recording_runners(replicas, recipe.buffers),
             [Observers({"": replica}) for replica in replicas.replicas],
             any(map(can_be_merged, parameters)),
         )
@@ -169,30 +169,16 @@ class PreparedModel:
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
 
 
-def create_runners(replicas: ReplicaSet, buffers: BufferRules = "mean", *, trained: bool) -> list[ShardRunner]:
+def recording_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list[ShardRunner]:
     """Return a runner for each replica, which also records what the replica logs.
 
     Args:
         replicas: The model and its replicas, up to date.
-        buffers: The rule by which the buffers of shards are combined.
-        trained: Whether gradients are computed; otherwise those of the model are left as they are.
+        rules: The rules that combine buffers over shards.
     """
     for replica in replicas.replicas:
         observe_logs(replica)
-    return [
-        ShardRunner(
-            place,
-            replicas,
-            device,
-            replica,
-            # Replicas list their parameters in the model's order, so one index means the same parameter on every
-            # device.
-            [parameter for parameter in replica.parameters() if trained and parameter.requires_grad],
-            ReplicaBuffers(replicas.model, replica, buffers),
-            names_batches=True,
-        )
-        for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
-    ]
+    return create_runners(replicas, rules, names_batches=True)
 
 
 def _float32_like(parameter: torch.Tensor) -> torch.Tensor:

@@ -263,18 +263,15 @@ class DeviceGradientTask:
         # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
         # stop.
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
-        # Gradients that have still to be multiplied are not yet the values to send.
-        if send is None or remaining_factor is not None:
-            merge = self._merge(shard) if context.merges and remaining_factor is None else None
-            if merge is None:
-                runner.backward(shard, (loss.value,), (initial,))
-                return remaining_factor
-            with merge.merging(runner.parameters):
-                runner.backward(shard, (loss.value,), (initial,))
-            self.spoiled |= merge.spoiled
-        else:
-            with send.sending(runner.parameters):
-                runner.backward(shard, (loss.value,), (initial,))
+        merge, around = None, NO_CONTEXT
+        # Gradients that have still to be multiplied are not yet the values to send or to add up.
+        if remaining_factor is None and send is not None:
+            around = send.sending(runner.parameters)
+        elif remaining_factor is None and context.merges and (merge := self._merge(shard)) is not None:
+            around = merge.merging(runner.parameters)
+        with around:
+            runner.backward(shard, (loss.value,), (initial,))
+        self.spoiled |= merge is not None and merge.spoiled
         return remaining_factor
 
     def _merge(self, shard: Shard) -> GradientMerge | None:

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator, first_difference
-from lockstep.errors import DisagreementError, OrderError
+from lockstep.communicators import Communicator, first_difference, traceback_text
+from lockstep.errors import DisagreementError, OrderError, PeerError, PeerInterrupt, SignalExit
 from lockstep.replicas import fork_error
 from lockstep.stopping import STOP
 from lockstep.updaters.attempt import Described, UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
-from lockstep.updaters.ranks.rank_errors import describe_error, raise_error
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
 
@@ -263,3 +262,45 @@ def _check_positions(positions: Sequence[Position], batches: Sequence[Described]
         raise find_other_batches(positions, found.names[0], communicator.exchange_json(batches))
     remedy = "Run the same code with the same batches on every rank."
     raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
+
+
+def describe_error(error: BaseException, *, phase: str) -> dict[str, Any]:
+    """Describe an error as a message that `raise_error` reads.
+
+    Args:
+        error: The error.
+        phase: What this rank was doing.
+    """
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": traceback_text(error),
+        "phase": phase,
+        "interrupt": isinstance(error, KeyboardInterrupt),
+        "stop": error.number if isinstance(error, SignalExit) else 0,
+    }
+
+
+def raise_error(rank: int, message: Mapping[str, Any]) -> None:
+    """Raise the error that a rank describes in its message, if it does.
+
+    Args:
+        rank: The rank that sent the message.
+        message: The message.
+
+    Raises:
+        SignalExit: If a signal on that rank ends the run.
+        PeerInterrupt: If that rank was interrupted.
+        PeerError: If it failed in another way.
+    """
+    if "error" not in message:
+        return
+    if message["stop"]:
+        raise SignalExit(message["stop"])
+    if message["interrupt"]:
+        raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
+    raise PeerError(
+        f"Rank {rank} raised {message['error']}\nIts own traceback:\n{message['traceback'].rstrip()}",
+        rank=rank,
+        phase=message["phase"],
+        traceback=message["traceback"],
+    )

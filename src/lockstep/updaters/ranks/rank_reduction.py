@@ -31,8 +31,7 @@ class RankReduction:
 
     Args:
         communicator: The communicator of the run.
-        coordinator: Exchanges the reports.
-        rank_sum: Sums the gradients.
+        consistency: Compares what must be equal on all ranks.
         workloads: The relative speeds of the devices of every rank.
         may_move: Whether shards may move to other devices during the run, because that changes no bit.
         one_machine: Whether all ranks are on one machine.
@@ -41,8 +40,7 @@ class RankReduction:
     def __init__(
         self,
         communicator: Communicator,
-        coordinator: RankCoordinator,
-        rank_sum: RankSum,
+        consistency: RankConsistency,
         workloads: Sequence[Sequence[float]],
         *,
         may_move: bool,
@@ -51,18 +49,17 @@ class RankReduction:
         self.one_machine = one_machine
         """Whether all ranks are on one machine."""
         self._communicator = communicator
-        self.coordinator = coordinator
-        self._sum = rank_sum
+        self._sum = RankSum(communicator, one_machine=one_machine)
+        self.coordinator = RankCoordinator(communicator, consistency, self._sum)
         self._was_steady = False
         self._batches: list[Described] = []
         self.may_move = may_move
         """Whether shards may still move to other devices; they do so once."""
-        self._workloads = list(map(list, workloads))
-        self._assign()
+        self._assign(workloads)
 
-    def _assign(self) -> None:
+    def _assign(self, workloads: Sequence[Sequence[float]]) -> None:
         # Replaced as a whole and compared by value: `share_of` caches its results by this assignment.
-        rank, known = self._communicator.rank, tuple(map(tuple, self._workloads))
+        rank, known = self._communicator.rank, tuple(map(tuple, workloads))
         self.assignment = ShardAssignment(known[:rank], known[rank + 1 :])
         """The devices of the other ranks, as of the last exchange."""
         self.workloads = known[rank]
@@ -185,8 +182,8 @@ class RankReduction:
         # A rank that has repeated an attempt knows its speeds earlier than the others.
         steady = len(speeds) < len(reports)
         if not steady:
-            self._workloads, self.may_move = workloads_of(speeds), False
-            self._assign()
+            self._assign(workloads_of(speeds))
+            self.may_move = False
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))
         self._was_steady = steady
@@ -241,12 +238,8 @@ def join_ranks(
                 '"auto" on all of them, or numbers on each.'
             )
     one_machine = len(set(machines)) == 1
-    total = RankSum(communicator, one_machine=one_machine)
-    coordinator = RankCoordinator(communicator, consistency, total)
     # A single rank whose shards cannot move is enough to keep all shards where they are.
-    return RankReduction(
-        communicator, coordinator, total, all_workloads, may_move=all(all_movable), one_machine=one_machine
-    )
+    return RankReduction(communicator, consistency, all_workloads, may_move=all(all_movable), one_machine=one_machine)
 
 
 def machine_name() -> str:

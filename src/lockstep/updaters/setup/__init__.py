@@ -1,11 +1,6 @@
 """Read and check the arguments of an updater."""
 
 from lockstep.updaters.setup import recipe as recipe
-from lockstep.updaters.setup.accumulation import (
-    Accumulation as Accumulation,
-    batches_per_update as batches_per_update,
-    most_batches as most_batches,
-)
 from lockstep.updaters.setup.batches import (
     Conversion as Conversion,
     Converter as Converter,
@@ -19,19 +14,20 @@ from lockstep.updaters.setup.batches import (
 )
 from lockstep.updaters.setup.names import (
     MAIN as MAIN,
+    NamedLoss as NamedLoss,
     Names as Names,
+    NetworkSet as NetworkSet,
     by_name as by_name,
+    check_unnamed as check_unnamed,
     iterators_by_name as iterators_by_name,
     named_schedulers as named_schedulers,
-)
-from lockstep.updaters.setup.networks import (
-    NamedLoss as NamedLoss,
-    NetworkSet as NetworkSet,
-    check_unnamed as check_unnamed,
     parse_networks as parse_networks,
 )
 from lockstep.updaters.setup.recipe import (
+    Accumulation as Accumulation,
     OnOverflow as OnOverflow,
     Recipe as Recipe,
+    batches_per_update as batches_per_update,
     check_functions as check_functions,
+    most_batches as most_batches,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +26,13 @@ from lockstep.replicas import (
     positive_dims,
 )
 from lockstep.stopping import STOP
-from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_generators, stream_seed
+from lockstep.streams import (
+    DEFAULT_GENERATOR_LOCK,
+    DefaultStream,
+    restored_generators,
+    seed_python_and_numpy,
+    stream_seed,
+)
 
 CACHE_LINE: Final = 64
 """The number of bytes to which kernels align what they read."""
@@ -381,10 +385,7 @@ class Conversion:
         # The indices tell several batches of an update apart; a batch that is converted again is the same.
         seed = stream_seed(self._seed + crc32(array("q", samples.indices)), position)
         stream.seed(seed)
-        random.seed(seed)
-        # What draws from NumPy has imported it.
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        seed_python_and_numpy(seed)
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, own: Mapping[torch.Tensor, torch.Tensor]) -> Any:
         """Return the tensors of one shard: views of copies, or copies of these if its samples are not adjacent.

@@ -7,8 +7,8 @@ Between steps the groups of the optimizer hold the parameters as usual, and its 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from lockstep.communicators import Communicator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.plan import slices
+from lockstep.state import temporarily
 from lockstep.strides import is_dense, laid_out_for
 
 ParameterState: TypeAlias = "dict[str, Any]"
@@ -194,30 +195,17 @@ class ShardedState:
 
     # Whole state ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Return a context in which the optimizer holds the whole state. Collective, once a step has been taken."""
-        shown = self.optimizer.state
-        if not isinstance(shown, SharedOutState):
-            yield
-            return
+        if not isinstance(self.optimizer.state, SharedOutState):
+            return nullcontext()
         self._start_gather()
-        self.optimizer.state = self.gathered(self.parameters)
-        try:
-            yield
-        finally:
-            self.optimizer.state = shown
+        return temporarily(self.optimizer, state=self.gathered(self.parameters))
 
-    @contextmanager
-    def without_state(self) -> Iterator[None]:
+    def without_state(self) -> AbstractContextManager[None]:
         """Return a context in which the optimizer holds no state, so that its options can be read alone."""
-        shown = self.optimizer.state
-        if isinstance(shown, SharedOutState):
-            self.optimizer.state = defaultdict(dict)
-        try:
-            yield
-        finally:
-            self.optimizer.state = shown
+        is_shared = isinstance(self.optimizer.state, SharedOutState)
+        return temporarily(self.optimizer, state=defaultdict(dict)) if is_shared else nullcontext()
 
     def own_state(self) -> dict[Tensor, ParameterState] | None:
         """Return the state of this rank by parameter; None while the optimizer holds a state that was not cut yet."""

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.arguments import look_up
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer, StatefulHook
-from lockstep.precision import CurrentScale, LossScale, MasterWeights, to_device
+from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameters_of, to_device
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state.carried import CarriedValues
@@ -156,8 +156,7 @@ class TrainingState:
 
     def parameters_of(self, optimizer: str) -> frozenset[int]:
         """Return the parameters of an optimizer, by ``id``."""
-        groups = self.optimizers[optimizer].param_groups
-        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+        return frozenset(map(id, parameters_of(self.optimizers[optimizer])))
 
     def state_holders(self) -> dict[str, Optimizer | MasterWeights]:
         """Return what holds the state of each optimizer: the optimizer itself, or the master weights made for it."""
@@ -198,16 +197,14 @@ class TrainingState:
         """
         found: dict[str, torch.Tensor] = {} if self.carried is None else self.carried.state_dict()
         names: dict[torch.Tensor, str] = {}
-        for model, network in self.models.items():
-            prefix = "" if len(self.models) == 1 else f"{model}."
-            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-                # Parameters without a shape have no bits to compare yet.
-                if not is_lazy(tensor):
-                    found[f"{prefix}{name}"] = tensor
-                    names[tensor] = f"{prefix}{name}"
-            for masters in self._all_masters():
-                for name, tensor in masters.named(network).items():
-                    found[f"the master of {prefix}{name}"] = tensor
+        model = self.replicas.model
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # Parameters without a shape have no bits to compare yet.
+            if not is_lazy(tensor):
+                found[name] = tensor
+                names[tensor] = name
+        for masters in self._all_masters():
+            found.update({f"the master of {name}": master for name, master in masters.named(model).items()})
         for optimizer in self.optimizers.values():
             state: dict[Any, Any] = optimizer.state
             for parameter, remembered in dict.items(state):

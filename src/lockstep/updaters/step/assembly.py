@@ -145,7 +145,7 @@ def assemble(
     engine = GradientEngine(training, recipe, auditor, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
-    check_reached(training.optimizers, training.models)
+    check_reached(training.optimizers, replicas.model)
     if recipe.precision_policy.held_dtype:
         training.create_master_weights()
     # A step function may use batches in any way.
@@ -163,8 +163,8 @@ def assemble(
     )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
-    retry = OverflowRetry(engine, training, recipe, deferral, coordinator)
-    committer = Committer(engine, training, deferral, skips, shared=shared)
+    retry = OverflowRetry(engine, deferral, coordinator)
+    committer = Committer(engine, deferral, skips, shared=shared)
     return Parts(recipe, networks, training, communicator, coordinator, engine, retry, committer, deferral, skips)
 
 

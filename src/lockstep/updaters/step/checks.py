@@ -23,7 +23,7 @@ from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.nest import attributes
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale, required_by_step
+from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.compute import PreparedModel
@@ -65,10 +65,11 @@ def check_fit(
     clipping_norms(recipe.clip_grad_norm, optimizers)
     check_carried(carried, recipe, custom_step=custom_step)
     check_closures(recipe, optimizers)
-    check_ownership(optimizers, networks.modules)
-    refuse_wrapped(networks.module, "model")
-    check_no_trained_buffers(networks.module)
-    recipe.precision_policy.check_model(networks.module)
+    model = networks.module
+    check_ownership(optimizers, model)
+    refuse_wrapped(model, "model")
+    check_no_trained_buffers(model)
+    recipe.precision_policy.check_model(model)
     for optimizer in optimizers.values():
         check_dense(optimizer, has_masters=recipe.precision_policy.held_dtype is not None)
     if custom_step:
@@ -272,7 +273,7 @@ def clipping_norms(given: float | Mapping[str, float] | None, optimizers: Mappin
     return norms
 
 
-def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
+def check_reached(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
     """Check that parameters that optimizers hold were not replaced by others, which would not be trained.
 
     On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
@@ -284,11 +285,8 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
     Raises:
         ValueError: If an optimizer holds parameters of no model, and none of the models', or not all of those.
     """
-    known = {id(each): (name, each) for network in networks.values() for name, each in network.named_parameters()}
-    held = {
-        name: {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for name, optimizer in optimizers.items()
-    }
+    known = {id(each): (name, each) for name, each in model.named_parameters()}
+    held = {name: set(map(id, parameters_of(each))) for name, each in optimizers.items()}
     everywhere = set().union(*held.values())
     missing = [name for at, (name, each) in known.items() if each.requires_grad and at not in everywhere]
     for owner, own in held.items():
@@ -496,26 +494,18 @@ def _called(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:
         yield function, found
 
 
-def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
+def check_ownership(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
     """Check that optimizers hold only parameters of the models, and each parameter at most once.
 
     Args:
         optimizers: The optimizers by name.
-        networks: The networks by name.
+        model: The model, or one that holds all networks by name.
 
     Raises:
         ValueError: If a parameter is in no model or in two optimizers, or if it is a buffer of a model.
     """
-    buffers = {
-        id(buffer): name if len(networks) == 1 else f"{network}.{name}"
-        for network, module in networks.items()
-        for name, buffer in module.named_buffers()
-    }
-    names = {
-        id(parameter): name if len(networks) == 1 else f"{network}.{name}"
-        for network, module in networks.items()
-        for name, parameter in module.named_parameters()
-    }
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for owner, optimizer in optimizers.items():
         label = "`optimizer`" if len(optimizers) == 1 else f"`optimizer[{owner!r}]`"

@@ -20,14 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.digest import checksum
 from lockstep.errors import collect_error
-from lockstep.precision import ChangesOnlyGradients
+from lockstep.precision import ChangesOnlyGradients, parameters_of
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
-from lockstep.updaters.state import TrainingState
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
@@ -141,9 +140,7 @@ class OwnSteps:
         if replaces not in (WATCHED_UPDATES - 1, WATCHED_UPDATES):
             return
         before = self._weights
-        self._weights = [
-            checksum(each.detach()) for one in optimizers for group in one.param_groups for each in group["params"]
-        ]
+        self._weights = [checksum(each.detach()) for one in optimizers for each in parameters_of(one)]
         if replaces == WATCHED_UPDATES and self._weights != before:
             self._warn(
                 "optimizer",
@@ -154,7 +151,7 @@ class OwnSteps:
             )
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
         if self._pending:
             self._warn(
                 "optimizer",
@@ -196,7 +193,6 @@ class Committer:
 
     Args:
         engine: The gradient engine that made the attempts.
-        training: The training state.
         deferral: Decides whether a deferred check is read after all.
         skips: Notices updates that are skipped.
         shared: The steps of optimizers that the ranks share out, by name.
@@ -206,15 +202,9 @@ class Committer:
     """
 
     def __init__(
-        self,
-        engine: GradientEngine,
-        training: TrainingState,
-        deferral: Deferral,
-        skips: SkippedUpdates,
-        *,
-        shared: Mapping[str, SharedStep],
+        self, engine: GradientEngine, deferral: Deferral, skips: SkippedUpdates, *, shared: Mapping[str, SharedStep]
     ) -> None:
-        recipe = engine.recipe
+        training, recipe = engine.training, engine.recipe
         norms = clipping_norms(recipe.clip_grad_norm, training.optimizers)
         self._clips = bool(norms)
         self._deferral = deferral

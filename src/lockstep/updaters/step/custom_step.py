@@ -381,17 +381,12 @@ def _merge_results(
         scale: The loss scale before the update, which counts if there are no results.
         parts: The result for each optimizer, if there are several.
     """
-
-    def last_bad() -> str | None:
-        bad = [result.nonfinite for result in results if result.nonfinite is not None]
-        return bad[-1] if bad else None
-
     # Functions instead of values: reading them here would wait for the device.
     return UpdateResult(
         applied=lambda: any(result.applied for result in results),
         tries=max((result.tries for result in results), default=0),
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
-        nonfinite=last_bad,
+        nonfinite=lambda: next((each.nonfinite for each in reversed(results) if each.nonfinite is not None), None),
         reports=[report for result in results for report in result.reports],
         summed=bool(results) and all(result.summed for result in results),
         parts=parts,

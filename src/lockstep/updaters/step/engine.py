@@ -309,7 +309,7 @@ class GradientEngine:
         if self.replicas.refresh() or self._is_stale:
             # Stays set if the model is refused below, so that the next attempt checks it again.
             self._is_stale = True
-            check_reached(self.training.optimizers, self.training.models)
+            check_reached(self.training.optimizers, self.replicas.model)
             self.prepared = PreparedModel.of(self.replicas, self.recipe)
             self._is_stale = False
         if any(map(ACCUMULATE_HOOKS_OF, self.prepared.parameters)):

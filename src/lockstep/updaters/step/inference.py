@@ -16,7 +16,7 @@ from lockstep.data import collate
 from lockstep.metrics import Observers
 from lockstep.plan import Shard
 from lockstep.precision import Precision, parse_precision
-from lockstep.replicas import BatchDim, Devices, ReplicaSet, ShardRunner, ShardStreams
+from lockstep.replicas import Devices, ReplicaSet, ShardRunner, ShardStreams
 from lockstep.streams import DEFAULT_GENERATOR_LOCK
 from lockstep.updaters.attempt import UpdateContext
 from lockstep.updaters.compute import (
@@ -25,7 +25,7 @@ from lockstep.updaters.compute import (
     ShardAssignment,
     ShardFunction,
     ShardResult,
-    create_runners,
+    recording_runners,
     share_of,
 )
 from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size
@@ -61,7 +61,6 @@ class InferenceRunner:
         network_of: Returns the network to run, given a replica of the model.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
-        batch_dim: The dimension of tensors that counts samples.
     """
 
     replicas: ReplicaSet
@@ -74,7 +73,6 @@ class InferenceRunner:
     share: Callable[[Sequence[int]], RankShare]
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
-    batch_dim: BatchDim = 0
     network_of: Callable[[nn.Module], nn.Module] = _itself
     runners: Sequence[ShardRunner] = ()
 
@@ -112,8 +110,7 @@ class InferenceRunner:
             engine.num_devices,
             partial(engine.share, num_shards=num_shards),
             streams,
-            runners_of_updater if model is None else partial(create_runners, replicas, trained=False),
-            recipe.batch_dim,
+            runners_of_updater if model is None else partial(recording_runners, replicas),
             parts.networks.selector(model_name) if model is None else _itself,
         )
 
@@ -166,7 +163,7 @@ class InferenceRunner:
             assignment.num_devices(len(own)),
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
-            partial(create_runners, replicas, trained=False),
+            partial(recording_runners, replicas),
         )
 
     @property
@@ -222,7 +219,7 @@ class InferenceRunner:
             ReplicaError: If the function raised in a shard, or a device hung.
             ValueError: If a batch is empty, or its tensors differ in length.
         """
-        share = self.share([batch_size(batch, self.batch_dim) for batch in batches])
+        share = self.share([batch_size(batch, self.conversion.batch_dim) for batch in batches])
         conversion = self.conversion if converter is None else self.conversion.by(converter)
 
         def cut() -> list[list[tuple[Shard, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -182,10 +182,7 @@ class NextBatches:
 
 def _opaque(value: Any) -> list[Any]:
     """List the parts of a shard in which tensors cannot be found."""
-    if isinstance(value, Mapping):
-        return [part for each in value.values() for part in _opaque(each)]
-    if isinstance(value, tuple | list):
-        return [part for each in value for part in _opaque(each)]
-    if nest.is_record(value):
-        return _opaque(nest.record_parts(value))
+    parts = nest.parts_of(value)
+    if parts is not None:
+        return [part for each in parts for part in _opaque(each)]
     return [] if isinstance(value, (*_VALUES, torch.Tensor)) else [value]

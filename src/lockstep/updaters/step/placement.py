@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
-from lockstep.optim import HookedOptimizer
-from lockstep.precision import asks_for_closure
+from lockstep.precision import asks_for_closure, parameters_of
 from lockstep.updaters.ranks import Coordinator
 from lockstep.updaters.state import ShardedState, TrainingState
 from lockstep.updaters.step.sharing import SharedStep, steps_elements
+from lockstep.updaters.step.stepping import can_step_in_parts
 
 LOG = logging.getLogger("lockstep")
 
@@ -61,15 +61,11 @@ def why_whole(optimizer: Optimizer, model: nn.Module) -> str | None:
     kind = type(optimizer)
     if asks_for_closure(optimizer) or (kind.__module__.startswith("torch.") and kind.__name__ in _NOT_CUT):
         return "looks at whole parameters or at all of them, of which no piece can be stepped alone"
-    if (
-        isinstance(optimizer, HookedOptimizer)
-        and kind.__module__.startswith("lockstep.")
-        and not steps_elements(optimizer)
-    ):
+    if can_step_in_parts(optimizer) and not steps_elements(optimizer):
         return "looks at whole parameters, of which no piece can be stepped alone"
     if any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
         return "holds another optimizer, whose state is not known here"
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(id(each) in held for each in module.parameters()):
             return f"has sparse gradients of {path!r}, which cannot be cut"
@@ -126,7 +122,7 @@ def share_out(
 
 def _gains(optimizer: Optimizer) -> bool:
     """Return whether sharing out is safe and worth it without being asked for."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     if not steps_elements(optimizer) or any(map(is_lazy, parameters)):
         return False
     size: int = sum(each.numel() for each in parameters if each.requires_grad)

@@ -13,8 +13,7 @@ from lockstep.tree import Tensors
 from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest, UpdateContext
 from lockstep.updaters.ranks import Coordinator
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.setup import Names, Recipe
-from lockstep.updaters.state import TrainingState
+from lockstep.updaters.setup import Names
 from lockstep.updaters.step.engine import GradientEngine
 
 
@@ -23,25 +22,13 @@ class OverflowRetry:
 
     Args:
         engine: The gradient engine, which knows whether there is another batch.
-        training: The training state, which has the loss scale of the first attempt.
-        recipe: The recipe, with the user's choices.
         deferral: Decides whether the overflow check stays on the device.
         coordinator: Reports to the other ranks if the next batch cannot be loaded.
     """
 
-    def __init__(
-        self,
-        engine: GradientEngine,
-        training: TrainingState,
-        recipe: Recipe,
-        deferral: Deferral,
-        coordinator: Coordinator,
-    ) -> None:
-        self._deferral = deferral
-        self._coordinator = coordinator
-        self._engine = engine
-        self._training = training
-        self._recipe = recipe
+    def __init__(self, engine: GradientEngine, deferral: Deferral, coordinator: Coordinator) -> None:
+        self._engine, self._training, self._recipe = engine, engine.training, engine.recipe
+        self._deferral, self._coordinator = deferral, coordinator
         self.num_retries = 0
         """The number of attempts after the first one of an update, since the updater was created."""
 

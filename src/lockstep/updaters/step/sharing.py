@@ -17,12 +17,12 @@ from lockstep.optim import HookedOptimizer
 from lockstep.updaters.ranks import describe_error, raise_error
 from lockstep.updaters.state import ShardedState, copy_state, moving, refuse_named_state
 from lockstep.updaters.step.stepping import (
-    PER_PARAMETER,
     Part,
     RunOnDevices,
     StepProgress,
     balance,
     bare_step,
+    can_step_in_parts,
     step_in_parts,
 )
 
@@ -37,9 +37,7 @@ def steps_elements(optimizer: Optimizer) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    if isinstance(optimizer, HookedOptimizer):
-        return optimizer.is_elementwise and type(optimizer).__module__.startswith("lockstep.")
-    return type(optimizer) in PER_PARAMETER
+    return can_step_in_parts(optimizer) and (not isinstance(optimizer, HookedOptimizer) or optimizer.is_elementwise)
 
 
 class SharedStep:

@@ -31,7 +31,7 @@ from torch.optim import (
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import ChangesOnlyGradients
+from lockstep.precision import ChangesOnlyGradients, step_hooks
 
 RunOnDevices: TypeAlias = Callable[[Callable[[int], None]], None]
 """Runs a function of a device's index on all devices at once."""
@@ -83,14 +83,7 @@ def drawing_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if not (own or pre or post or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
         return []
-    hooks = [
-        *_global_optimizer_pre_hooks.values(),
-        *pre.values(),
-        *own,
-        *post.values(),
-        *_global_optimizer_post_hooks.values(),
-    ]
-    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)]
+    return [hook for hook in (*step_hooks(optimizer), *own) if not isinstance(hook, ChangesOnlyGradients)]
 
 
 def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
