@@ -317,8 +317,8 @@ class ModelChangeDetector:
         ]
         self._recorded = [_shallow_copy(watched) for watched in self._current]
         # Dicts of the same entries are equal in any order, in which a forward may call them.
-        children = [module._modules for module in model.modules() if len(module._modules) > 1]
-        self._orders = [(each, [*each]) for each in children]
+        self._children = [module._modules for module in model.modules() if len(module._modules) > 1]
+        self._orders = list(map(list, self._children))
         self._bytes = [array.tobytes() for array in self._arrays]
         self._versions = list(map(VERSION, self._tensors))
         self._requires_grad = list(map(REQUIRES_GRAD, self._parameters))
@@ -354,7 +354,7 @@ class ModelChangeDetector:
             or list(map(VERSION, self._tensors)) != self._versions
             or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
             or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
-            or any([*each] != order for each, order in self._orders)
+            or list(map(list, self._children)) != self._orders
             or (self._values and not all(now.shape == old.shape and now.equal(old) for now, old in self._values))
         ):
             return True

@@ -210,19 +210,10 @@ def _check_hooks(named: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Check that buffers have a place in memory for each element, because updates and saved states write to them."""
+    """Check that buffers are dense, because the bits that shards leave in them are compared."""
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             raise ValueError(
                 f"`model` must have dense buffers, got {name!r} of the layout {buffer.layout}. Keep it in a plain "
                 "attribute of its module, or call to_dense() on it."
             )
-        if not buffer.is_nested and any(map(_is_expanded, buffer.shape, buffer.stride())):
-            raise ValueError(
-                f"`model` must have no expanded buffers, got {name!r}, of which several elements are one number in "
-                "memory, so that no saved state could be loaded into it. Call clone() or contiguous() on it."
-            )
-
-
-def _is_expanded(size: int, step: int) -> bool:
-    return size > 1 and step == 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -17,6 +18,16 @@ from lockstep.updaters.state import lazy
 from lockstep.updaters.state.frozen import check_frozen, frozen_names, restore_frozen
 from lockstep.updaters.state.savepoint import copy_state
 from lockstep.updaters.state.training import TrainingState
+
+
+def _separate_elements(model: nn.Module) -> None:
+    """Replace buffers of which several elements are one number in memory, to which nothing can be written."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_nested:
+                continue
+            if 0 in buffer.stride():
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 class RegisteredTensors:
@@ -133,6 +144,7 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
     # Restored into a new value here, so that an error leaves the current one in use.
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
+    _separate_elements(training.replicas.model)
     savepoint, registered = training.save(), RegisteredTensors(training.replicas.model)
     try:
         _load_parts(training, state)
