@@ -151,7 +151,8 @@ class Recomputation:
         Raises:
             OrderError: If one of them has other bits then, although a shard that is computed alone has the same ones.
         """
-        hidden = audit.first is not None and audit.again is not None and audit.first != audit.again
+        # Of what differs alone there is a warning.
+        hidden = None not in (audit.first, audit.again) and audit.first != audit.again
         # Kernels of accelerators may vary. All work stays in one thread, or a new thread may not get memory.
         varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
         if hidden or varies or context.settings.kept or is_memory_limited():
@@ -200,12 +201,12 @@ def _switches() -> dict[str, object]:
 
 
 SHARED: Final = (
-    "So the threads of the devices share something that your code changes for a moment: the weights or the mode of a "
+    "So your code changes something that the threads of the devices share: for a moment the weights or the mode of a "
     "module outside of the model (`functional_call`, `eval()`), the values of parameters, an attribute of a criterion "
-    "or of another object, a preallocated tensor, or a switch of the process (`torch.backends`, `sdpa_kernel`, "
-    "`random.seed`, `mock.patch`), which may be left changed. Make the module or object a part of the model, of which "
-    "each device has a copy, or keep the value in a local variable. Or use one device per process, as with "
-    "`lockstep run -n 2` and devices=['cpu']."
+    "or of another object, such as a counter or a generator of your own, a preallocated tensor, or a switch of the "
+    "process (`torch.backends`, `sdpa_kernel`, `random.seed`), which may be left changed. Make the module or object a "
+    "part of the model, of which each device has a copy, or keep the value in a local variable. Or use one device per "
+    "process, as with `lockstep run -n 2` and devices=['cpu']."
 )
 """What follows from shards that have other bits beside each other, and the cure."""
 
