@@ -19,7 +19,7 @@ from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
-from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
+from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
@@ -195,7 +195,7 @@ class ParallelUpdater(Updater):
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
-        self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
+        self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
 
     def __repr__(self) -> str:

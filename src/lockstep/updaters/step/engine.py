@@ -46,6 +46,7 @@ from lockstep.updaters.compute import (
     workloads_of,
 )
 from lockstep.updaters.detectors import outside_tensors, states
+from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.setup import (
     MAIN,
@@ -184,6 +185,7 @@ class GradientEngine:
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
             (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
+        attempt.summed = is_summed(request.loss_fn)
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -197,7 +199,12 @@ class GradientEngine:
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
         audits = attempt.audit is not None or self.training.iteration >= self.auditor.next
         # Copied where a shard may be computed more than once, or is not one piece of its batch.
-        again = audits or self.is_first or attempt.given_batches or attempt.scale.fixed_factor is None
+        again = (
+            audits
+            or self.training.iteration < self._checked_until
+            or attempt.given_batches
+            or attempt.scale.fixed_factor is None
+        )
         lends = not again and self.recipe.split != "strided"
         attempt.device_shards = ahead or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first, lends=lends
@@ -217,7 +224,7 @@ class GradientEngine:
             if request.deferred and scale.fixed_factor is None
             else scale.fixed_factor or scale.value.factor,
             self.watch,
-            recipe.reduction == "mean" and not request.summed,
+            recipe.reduction == "mean" and not attempt.summed,
             weighted=self._weighted,
             inspect_shard=request.inspect_shard
             if audit is None
