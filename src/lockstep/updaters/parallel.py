@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence, Sized
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.arguments import look_up
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
-from lockstep.elsewhere import STANDARD_UPDATER, UPDATER, names_ours
+from lockstep.elsewhere import GIVEN_ONCE, STANDARD_UPDATER, UPDATER, UPDATER_NAMES, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
@@ -197,6 +198,8 @@ class ParallelUpdater(Updater):
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
+
+    _others = dict.fromkeys(signature(__init__).parameters, GIVEN_ONCE) | UPDATER_NAMES
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))
