@@ -20,6 +20,7 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
     refusing_writes,
+    warn_of_means,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
@@ -381,7 +382,7 @@ class GradientEngine:
                 attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))
                 self._again().side_by_side(attempt, attempt.audit, context)
         if attempt.audit is not None:
-            self.auditor.warn_of_buffers(attempt.audit.left)
+            warn_of_means(attempt.audit.left)
             attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
