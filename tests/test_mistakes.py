@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -699,6 +700,24 @@ def test_a_gradient_of_ones_own_may_be_stepped_by() -> None:
             optimizer.zero_grad()
             ce(model(X), Y).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("option", list(signature(lockstep.ParallelUpdater).parameters))
+def test_an_option_that_is_set_after_the_construction_is_refused(option: str) -> None:
+    with pytest.raises(AttributeError, match=option):
+        setattr(build(), option, None)
+
+
+def test_an_updater_goes_on_with_another_option_in_another_updater() -> None:
+    model = net()
+    first = build(model=model)
+    first.update()
+    second = build(model=model, optimizer=first.get_optimizer("main"), loss_fn=lambda net, x, y: 2 * ce(net(x), y))
+    second.load_state_dict(first.state_dict())
+    second.update()
+    assert second.iteration == 2
+    first.finalize()
+    second.finalize()
 
 
 def test_options_of_ones_own_subclass_may_have_any_name() -> None:

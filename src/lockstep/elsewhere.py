@@ -147,6 +147,12 @@ TRAINER_NAMES: Final = {
 }
 """What to write for attributes and methods of other trainers."""
 
+GIVEN_ONCE: Final = (
+    "Pass it to the constructor, which reads it once. For another value in mid-run, create another updater, and load "
+    "the state of this one into it: other.load_state_dict(updater.state_dict())."
+)
+"""What to write for an option of an updater that is read or set as an attribute."""
+
 UPDATER_NAMES: Final = {
     **dict.fromkeys(
         ["fit", "train", "run"], "Call update() for one update, or lockstep.Trainer(updater, until=...).run()."
@@ -282,12 +288,13 @@ class KnowsOthers:
             raise missing_attribute(self, name, self._others)
 
         def __setattr__(self, name: str, value: object) -> None:
-            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
+            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere or of constructors.
 
             Raises:
                 AttributeError: If it is such an option; a subclass of yours may have it.
             """
-            if name in self._others and type(self).__module__.startswith("lockstep."):
+            unread = name in self._others and not hasattr(type(self), name)
+            if unread and type(self).__module__.startswith("lockstep."):
                 raise missing_attribute(self, name, self._others)
             super().__setattr__(name, value)
 

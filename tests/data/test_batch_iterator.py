@@ -267,6 +267,22 @@ def test_orders_follow_from_the_seed_and_the_epoch_alone() -> None:
     assert len({tuple(order) for order in first + epochs[1:]}) == 7
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_next_batch_is_of_a_dataset_that_is_set(num_workers: int) -> None:
+    batches = BatchIterator(list(range(6)), 2, shuffle=True, seed=4, num_workers=num_workers)
+    try:
+        order = [next(batches).indices, batches.peek().indices, batches.peek(1).indices]
+        batches.dataset = [10 * index for index in range(6)]
+        assert [list(next(batches)) for _ in range(2)] == [[10 * index for index in each] for each in order[1:]]
+        with pytest.raises(ValueError, match=r"`dataset` must have as many samples as before \(6\).* a list of 7"):
+            batches.dataset = list(range(7))
+        larger = BatchIterator(list(range(7)), 2, shuffle=True)
+        larger.load_state_dict(batches.state_dict())
+        assert (larger.epoch, list(next(larger))) == (1, shuffled_order(7, seed=4, epoch=1).tolist()[:2])
+    finally:
+        batches.finalize()
+
+
 def test_what_was_given_can_be_read() -> None:
     dataset = range(7)
     batches = BatchIterator(dataset, 3, repeat=False, last_batch="drop", seed=5)

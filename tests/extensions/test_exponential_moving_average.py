@@ -56,6 +56,27 @@ def test_it_is_the_average_of_a_plain_loop(tmp_path: Path) -> None:
     assert ls.digest(average.module) != ls.digest(model)
 
 
+def test_the_decay_can_be_set_between_updates(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    x, t = torch.randn(20, 6), torch.randint(3, (20,))
+    model = network()[:1]
+    average = ExponentialMovingAverage(model, 0.5)
+    trainer = Trainer(LoopUpdater(model, x, t, 5), (4, "iteration"), tmp_path)
+    expected: list[torch.Tensor] = []
+
+    def schedule(trainer: Trainer) -> None:
+        average.decay = decay = trainer.updater.iteration / 10
+        weight = model[0].weight.detach().clone()
+        expected.append(weight if not expected else expected[-1].lerp(weight, 1 - decay))
+
+    trainer.extend(schedule, trigger=(1, "iteration"), priority=average.priority + 1)
+    trainer.extend(average)
+    trainer.run()
+    assert torch.equal(average.module[0].weight, expected[-1])  # type: ignore[index]
+    with pytest.raises(ValueError, match="`decay` must be at least 0 and less than 1, got 1"):
+        average.decay = 1
+
+
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_the_same_bits_on_any_number_of_devices(tmp_path: Path, use_buffers: bool) -> None:
     digests, scores = set(), set()

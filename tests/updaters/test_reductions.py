@@ -151,6 +151,33 @@ def test_targets_count_as_in_the_mean_of_the_criterion(name: str, num_shards: in
     assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
 
 
+class Focal(nn.CrossEntropyLoss):
+    """Divides by the number of samples, whatever the class weights."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, target, self.weight, reduction="none").mean()
+
+
+CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "weights from an epoch on": (nn.CrossEntropyLoss(), "weight", CLASS_WEIGHTS),
+    "weights of a criterion of one's own": (Focal(), "weight", CLASS_WEIGHTS),
+    "an ignored class": (nn.NLLLoss(), "ignore_index", 1),
+    "a sum": (nn.CrossEntropyLoss(), "reduction", "sum"),
+    "a mean": (nn.CrossEntropyLoss(reduction="sum"), "reduction", "mean"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_option_of_the_criterion_that_changes_counts_from_the_next_update_on(change: str) -> None:
+    criterion, option, value = CHANGES[change]
+    loss_fn = ls.supervised(criterion)
+    setattr(criterion, option, value)
+    assert_same(trained(loss_fn, 5), plain(lambda net: criterion(net(X), Y)))
+    criterion.reduction = "none"
+    with pytest.raises(ValueError, match="must reduce its loss to one element"):
+        trained(loss_fn, 5)
+
+
 class Smoothed(nn.CrossEntropyLoss):
     """Takes pairs of targets, as a criterion for mixed samples does."""
 

@@ -108,7 +108,6 @@ class BatchIterator(Iterator):
                 + ("some of them several times." if last_batch == "wrap" else "no more than these."),
                 stacklevel=3,
             )
-        self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.repeat = repeat
@@ -117,8 +116,7 @@ class BatchIterator(Iterator):
         self.order_sampler = order_sampler
         self.num_workers = num_workers
         self.sample_streams = sample_streams
-        self._reader = self._new_reader()
-        self._in_streams = sample_streams and not draws_no_numbers(dataset)
+        self._read(dataset)
         self._num_samples = len(dataset)
         # The batches that were requested but not passed yet: their indices and the cursor after each. `_ahead`
         # holds the first of them as `Samples`; `finalize` discards it but keeps the plan, for which the order
@@ -132,9 +130,37 @@ class BatchIterator(Iterator):
         self._warned = False
         self._cursor = Cursor(0, 0, self._first_order())
 
+    def _read(self, dataset: MapDataset) -> None:
+        """Load samples from a dataset from now on."""
+        self._dataset = dataset
+        self._reader = self._new_reader()
+        self._in_streams = self.sample_streams and not draws_no_numbers(dataset)
+
+    @property
+    def dataset(self) -> MapDataset:
+        """The dataset. The next batch is loaded from another one with as many samples if that is set.
+
+        Raises:
+            ValueError: If it has another number of samples, or if one of both is `data.Parts`.
+        """
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, dataset: MapDataset) -> None:
+        _check_dataset(dataset)
+        if len(dataset) != self._num_samples or isinstance(dataset, Parts) or isinstance(self._dataset, Parts):
+            raise ValueError(
+                f"`dataset` must have as many samples as before ({self._num_samples}) and be no `data.Parts`, because "
+                f"the orders of epochs depend on them, got a {type(dataset).__name__} of {len(dataset)}. At the "
+                "end of an epoch, create an iterator and an updater with it, and load the state of this one into that."
+            )
+        # What is loaded ahead comes from the old one; the order in which samples follow stays.
+        self.finalize()
+        self._read(dataset)
+
     def __repr__(self) -> str:
         return (
-            f"BatchIterator({type(self.dataset).__name__} of {self._num_samples}, batch_size={self.batch_size}, "
+            f"BatchIterator({type(self._dataset).__name__} of {self._num_samples}, batch_size={self.batch_size}, "
             f"shuffle={self.shuffle}, repeat={self.repeat}, last_batch={self.last_batch!r}, seed={self.seed}), "
             f"{self.epoch_detail:g} epochs passed"
         )
@@ -166,7 +192,7 @@ class BatchIterator(Iterator):
             self._stop_if_changed()
         while len(self._ahead) <= ahead:
             if self._supply is None:
-                self._loaded_from = DatasetState(self.dataset) if self.num_workers else None
+                self._loaded_from = DatasetState(self._dataset) if self.num_workers else None
                 self._supply = self._samples_from(self._num_advanced + len(self._ahead))
             try:
                 self._ahead.append(next(self._supply))
@@ -180,7 +206,7 @@ class BatchIterator(Iterator):
 
     def _stop_if_changed(self) -> None:
         """Stop the workers if the dataset has changed since they were given a copy of it, and discard their batches."""
-        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self.dataset)):
+        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self._dataset)):
             self.finalize()
 
     def peek_early(self, ahead: int = 0, *, always: bool = False) -> Samples | None:
@@ -315,12 +341,12 @@ class BatchIterator(Iterator):
 
     def _new_reader(self) -> MapDataset:
         """Return what loads the samples, which keeps the blocks of parts while batches use them."""
-        return self.dataset.reader(2 * self.batch_size) if isinstance(self.dataset, Parts) else self.dataset
+        return self._dataset.reader(2 * self.batch_size) if isinstance(self._dataset, Parts) else self._dataset
 
     def _samples_from(self, number: int) -> Generator[Samples]:
         """Yield batches from the given number on, counted like `_num_advanced`."""
-        if isinstance(self.dataset, Parts) and self._wanted is not None:
-            self._warn_of_shared_sections(self.dataset, self._wanted)
+        if isinstance(self._dataset, Parts) and self._wanted is not None:
+            self._warn_of_shared_sections(self._dataset, self._wanted)
         batches = self._unloaded_from(number)
         if self.num_workers == 0:
             return batches
@@ -339,8 +365,8 @@ class BatchIterator(Iterator):
             size = len(batch)
             ranges = [range(size)] if self._wanted is None else self._wanted(ahead, size)
             positions = sorted(position for each in ranges for position in each)
-            if isinstance(self.dataset, Parts):
-                counts = {"num_sections": self.dataset.num_sections, "num_workers": self.num_workers}
+            if isinstance(self._dataset, Parts):
+                counts = {"num_sections": self._dataset.num_sections, "num_workers": self.num_workers}
                 yield batch, positions_by_worker(positions, size, **counts)
             else:
                 yield batch, [positions]
@@ -401,11 +427,11 @@ class BatchIterator(Iterator):
 
     def _seeded_order(self, epoch: int, seed: int) -> Order:
         """Return the order of an epoch without an order sampler."""
-        if isinstance(self.dataset, Parts):
+        if isinstance(self._dataset, Parts):
             # The samples that complete the last batch of the epoch before, so that batches stay whole sections.
             head = -epoch * self._num_samples % self.batch_size if self.last_batch == "wrap" and self.repeat else 0
             key = (seed, epoch) if self.shuffle else None
-            return self.dataset.order(batch_size=self.batch_size, head=head, key=key)
+            return self._dataset.order(batch_size=self.batch_size, head=head, key=key)
         if self.shuffle:
             return shuffled_order(self._num_samples, seed=seed, epoch=epoch)
         return range(self._num_samples)

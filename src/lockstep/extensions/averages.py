@@ -66,13 +66,10 @@ class ExponentialMovingAverage(Extension):
         use_buffers: bool = False,
         trigger: TriggerSpec = (1, "iteration"),
     ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay` must be at least 0 and less than 1, got {decay}.")
-        self.decay = decay
         self.model_name = model_name
         self.trigger = trigger
-        average_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # of torch
-        self.average = AveragedModel(model, multi_avg_fn=average_fn, use_buffers=use_buffers)
+        self.average = AveragedModel(model, use_buffers=use_buffers)
+        self.decay = decay
         # Not trained, so no pass needs to record how it was computed.
         self.average.requires_grad_(requires_grad=False)
         self._exact = {
@@ -81,6 +78,18 @@ class ExponentialMovingAverage(Extension):
             if tensor.dtype in HALF_PRECISION
         }
         """The float32 averages of the tensors in half precision, by name."""
+
+    @property
+    def decay(self) -> float:
+        """The decay d of the next update of the average, which can be set at any time; it is no part of the state."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay` must be at least 0 and less than 1, got {decay}.")
+        self._decay = decay
+        self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # of torch
 
     @property
     def module(self) -> torch.nn.Module:

@@ -25,8 +25,10 @@ from lockstep.replicas.buffers import (
     combine_buffers as combine_buffers,
     is_averaged_silently as is_averaged_silently,
     merged_firsts as merged_firsts,
+    note_left as note_left,
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
+    warn_of_means as warn_of_means,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup
 from lockstep.replicas.memory import (

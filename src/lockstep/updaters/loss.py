@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -126,15 +126,12 @@ class Supervised:
     Attributes:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
-        summed: Whether the criterion returns a sum over samples instead of a mean.
-        counts_from: The smallest number of dimensions of a target on an accelerator whose mean is over class weights or
-            counted targets, as those of cross entropies are; None for no such criterion.
+        counts_samples: Whether the mean is over samples, whatever class weights the criterion has.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
-    summed: bool = False
-    counts_from: int | None = None
+    counts_samples: bool = False
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -167,31 +164,44 @@ class Supervised:
                 f"The model is called with the entries of the batch but the target, {_types(inputs, kwargs)}, but "
                 f"{error}. Pass a function loss_fn(model, *batch) that calls it otherwise."
             ) from error
-        loss = self.criterion(output, target)
-        if self.counts_from is None:
+        loss, counted = self.criterion(output, target), self._counted(target)
+        if counted is None:
             return loss
-        # Only one label is negative: the ignored one. Finding it takes less time than counting the others.
-        if target.dim() < self.counts_from and not (target.is_cpu and target.amin().item() < 0):
-            return loss
-        return self._counted(loss, target)
-
-    def _counted(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
-        """Return the criterion's mean with its weight: the class weights of the targets that count, or their number."""
-        if target.is_floating_point():
-            return loss  # torch divides by the number of samples where targets are probabilities
-        weights, ignored = _class_options(self.criterion)
+        weights, ignored = counted
         counts = target != ignored
         weight = counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum()
         # A number, where the host need not wait for it.
         return Loss(loss, weight=weight.item() if weight.is_cpu else weight)
 
+    def _counted(self, target: torch.Tensor) -> tuple[torch.Tensor | None, int] | None:
+        """Return the class weights and the ignored label of a mean over them, by the criterion's options at present.
 
-def _class_options(criterion: Any) -> tuple[torch.Tensor | None, int]:
-    """Return the class weights and the ignored label of a cross entropy."""
-    if isinstance(criterion, nn.Module):
-        return cast("torch.Tensor | None", criterion.weight), cast("int", criterion.ignore_index)
-    keywords = criterion.keywords if isinstance(criterion, partial) else {}
-    return keywords.get("weight"), keywords.get("ignore_index", IGNORED)
+        Returns:
+            None where the mean is over samples.
+        """
+        criterion: Any = self.criterion
+        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            if _has_own_forward(criterion) and (self.counts_samples or criterion.weight is None):
+                return None
+            weights, ignored = criterion.weight, criterion.ignore_index
+        else:
+            is_partial = isinstance(criterion, partial)
+            if (criterion.func if is_partial else criterion) not in (cross_entropy, nll_loss):
+                return None
+            keywords = criterion.keywords if is_partial else {}
+            weights, ignored = keywords.get("weight"), keywords.get("ignore_index", IGNORED)
+        # Labels of whole samples are ignored rarely, and to count them an accelerator would have to be waited for. Only
+        # one label is negative: the ignored one. Finding it takes less time than counting the others.
+        rarely = weights is None and ignored == IGNORED and target.dim() <= 1
+        if rarely and not (target.is_cpu and target.amin().item() < 0):
+            return None
+        # torch divides by the number of samples where targets are probabilities.
+        return None if is_summed(self) or target.is_floating_point() else (weights, ignored)
+
+
+def _has_own_forward(criterion: nn.Module) -> bool:
+    """Return whether a cross entropy has a forward other than PyTorch's, which may take other targets."""
+    return type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
@@ -207,7 +217,7 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     samples shows that it divides by their number nevertheless, as a focal loss may.
 
     Args:
-        criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
+        criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read in each update from its
             attribute `reduction`, or from the keyword argument of a `functools.partial`, also by torch's older
             arguments `size_average` and `reduce`; the default is a mean.
         target: The key of the target in a dict batch. By default the target is the last entry of a tuple.
@@ -234,6 +244,39 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     if isinstance(owner, nn.Module) and bare == owner.forward:
         bare = owner
     criterion = bare if isinstance(bare, nn.Module) else criterion
+    own = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and _has_own_forward(criterion)
+    loss_fn = Supervised(criterion, target, counts_samples=own and _counts_samples(criterion))
+    is_summed(loss_fn)  # raises an error if the criterion does not reduce
+    return loss_fn
+
+
+def _counts_samples(criterion: Any) -> bool:
+    """Return whether a criterion divides by the number of samples, given class weights: if two samples show that."""
+    weight = torch.tensor([1.0, 3.0]) if criterion.weight is None else criterion.weight  # it may get some later
+    target = torch.stack([weight.argmax(), weight.argmin()])
+    output = torch.linspace(-1, 1, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
+    try:
+        probe = copy.deepcopy(criterion)
+        probe.weight, probe.reduction = weight, "mean"
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
+    except Exception:  # noqa: BLE001 - it takes other targets
+        return False
+    first, second = weight[target].tolist()
+    by_weights: float = (first * one + second * other) / (first + second)
+    return abs(both - (one + other) / 2) < abs(both - by_weights)
+
+
+def is_summed(loss_fn: LossFunction) -> bool:
+    """Return whether a loss function returns sums over samples instead of means.
+
+    Raises:
+        ValueError: If its criterion does not reduce.
+    """
+    if not isinstance(loss_fn, Supervised):
+        # The parts of a BatchLoss add up to that of the whole batch.
+        return isinstance(loss_fn, BatchLoss)
+    criterion = loss_fn.criterion
     keywords = criterion.keywords if isinstance(criterion, partial) else {}
     reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
     # The older arguments, which torch reads instead if one is given.
@@ -245,40 +288,7 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."
         )
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    counted = function in (cross_entropy, nll_loss)
-    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-        # A subclass with a forward of its own may take other targets.
-        own = type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        counted = not own or (criterion.weight is not None and not _counts_samples(criterion, criterion.weight))
-    summed = reduction == "sum"
-    counts_from = None
-    if counted and not summed:
-        weights, ignored = _class_options(criterion)
-        # Labels of whole samples are ignored rarely, and to count them a device would have to be waited for.
-        counts_from = 2 if weights is None and ignored == IGNORED else 0
-    return Supervised(criterion, target, summed=summed, counts_from=counts_from)
-
-
-def _counts_samples(criterion: nn.Module, weight: torch.Tensor) -> bool:
-    """Return whether a criterion with class weights divides by the number of samples: if two of them show that."""
-    target = torch.stack([weight.argmax(), weight.argmin()])
-    output = torch.linspace(-1, 1, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
-    probe = copy.deepcopy(criterion)
-    try:
-        with torch.no_grad():
-            one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
-    except Exception:  # noqa: BLE001 - it takes other targets
-        return False
-    first, second = weight[target].tolist()
-    by_weights: float = (first * one + second * other) / (first + second)
-    return abs(both - (one + other) / 2) < abs(both - by_weights)
-
-
-def is_summed(loss_fn: LossFunction) -> bool:
-    """Return whether a loss function returns sums over samples instead of means."""
-    # The parts of a BatchLoss add up to that of the whole batch.
-    return isinstance(loss_fn, BatchLoss) or (isinstance(loss_fn, Supervised) and loss_fn.summed)
+    return bool(reduction == "sum")
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:

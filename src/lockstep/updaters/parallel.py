@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence, Sized
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -13,13 +14,13 @@ from torch.optim import Optimizer
 from lockstep.arguments import look_up
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
-from lockstep.elsewhere import STANDARD_UPDATER, UPDATER, names_ours
+from lockstep.elsewhere import GIVEN_ONCE, STANDARD_UPDATER, UPDATER, UPDATER_NAMES, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
-from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
+from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
@@ -195,8 +196,10 @@ class ParallelUpdater(Updater):
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
-        self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
+        self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
+
+    _others = dict.fromkeys(signature(__init__).parameters, GIVEN_ONCE) | UPDATER_NAMES
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))

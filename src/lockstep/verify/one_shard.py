@@ -23,7 +23,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments, map_tensors, tensors
 from lockstep.plan import Shard
 from lockstep.streams import seed_python_and_numpy
-from lockstep.updaters import LossFunction, check_loss, loss_weight
+from lockstep.updaters import LossFunction, check_loss, is_summed, loss_weight
 from lockstep.verify.causes import Cause
 from lockstep.verify.float64 import in_float64, widened
 
@@ -80,7 +80,7 @@ def compare_attempt(engine: Any, attempt: Any) -> GradientFinding | None:
             whole,
             [Part(shard, whole.rows_like(given, shard)) for shard, given in convert([shards])[0]],
             lambda samples: {} if carried is None else {"carried": carried.part(samples, device)},
-            request.summed,
+            is_summed(request.loss_fn),
             [name for name, each in named.items() if request.wanted is None or id(each) in request.wanted],
         )
         with in_float64() as mode:

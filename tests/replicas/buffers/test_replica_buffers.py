@@ -423,6 +423,41 @@ def test_ranks_with_one_shard_each_are_told_too() -> None:
     assert [names[0] for names in run_on_ranks(refused_on_ranks, 2)] == ["ValueError"] * 2
 
 
+class Noting(nn.Linear):
+    """Counts its samples, or keeps their largest number, in a floating-point buffer."""
+
+    noted: torch.Tensor
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__(2, 1)
+        self.counts = counts
+        self.register_buffer("noted", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted = self.noted + len(x) if self.counts else torch.maximum(self.noted, x.max())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3])
+@pytest.mark.parametrize("kind", [ls.DataParallel, ls.ReplicaGroup])
+def test_modules_and_groups_say_that_a_rule_is_missing_in_the_first_training_forward(
+    kind: Any, devices: list[str]
+) -> None:
+    x = torch.arange(16.0).view(8, 2)
+    for model in (Noting(counts=True), Noting(counts=False)):
+        part = kind(model, devices, num_shards=4)
+        for _ in range(2):
+            if model.counts:
+                with pytest.raises(ValueError, match=r"'noted' .* every shard adds its number of samples to it"):
+                    part.forward(x)
+        if not model.counts:
+            with pytest.warns(ls.DeterminismWarning, match="different values in the buffer 'noted'"):
+                part.forward(x)
+            part.forward(x)
+    ruled = kind(Noting(counts=False), devices, num_shards=4, buffers={"noted": "mean"})
+    ruled.forward(x)
+
+
 def test_a_group_refuses_it_as_well() -> None:
     model = Collecting("histogram")
     with ls.ReplicaGroup(model, devices=["cpu"] * 2) as group, pytest.raises(ValueError, match="'histogram'"):

@@ -221,6 +221,24 @@ def test_gradients_can_be_differentiated_where_that_was_asked_for() -> None:
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)  # sums are in another order
 
 
+class Shifted(nn.Linear):
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + shift).tanh()
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_an_input_that_every_shard_gets_whole_has_the_same_gradient_in_both_ways() -> None:
+    found = set()
+    for devices, parallel in [(1, True), (1, False), (2, False), (3, False), (5, False)]:
+        torch.manual_seed(0)
+        dims = {"x": 0, "shift": None}
+        net = ls.DataParallel(Shifted(4, 3), cpus(devices), dim=dims, num_shards=5, parallel_backward=parallel)
+        shift = torch.randn(4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        net(batch(13), shift * 2).square().mean().backward()
+        found.add(ls.digest({"shift": shift.grad, "weight": net.module.weight.grad}))
+    assert len(found) == 1
+
+
 def test_gradients_made_by_threads_cannot_be_differentiated_and_say_so() -> None:
     net = ls.DataParallel(nn.Linear(4, 1), cpus(2))
     x = batch(5).requires_grad_()

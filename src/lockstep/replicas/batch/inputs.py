@@ -56,7 +56,7 @@ class Inputs:
         dims: For each input the dimension that counts samples, at least 0, or None if it is given whole.
         requires_grad: Whether a gradient is wanted for each input.
         num_samples: The number of samples in the batch.
-        attached: Whether the parts belong to the autograd graph of the caller.
+        attached: If the parts belong to the autograd graph of the caller, the inputs of each shard by its first sample.
     """
 
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Inputs:
     dims: list[int | None]
     requires_grad: list[bool]
     num_samples: int
-    attached: bool = False
+    attached: Mapping[int, Sequence[torch.Tensor]] | None = None
 
     def shard_inputs(self, samples: range, device: torch.device) -> ShardInputs:
         """Return the arguments for a run of samples, which are views of the inputs if they are on the device already.
@@ -77,9 +77,10 @@ class Inputs:
         """
         parts: list[torch.Tensor] = []
         leaves: list[torch.Tensor | None] = []
-        for tensor, dim, wanted in zip(self.tensors, self.dims, self.requires_grad, strict=True):
+        tensors = self.tensors if self.attached is None else self.attached[samples.start]
+        for tensor, dim, wanted in zip(tensors, self.dims, self.requires_grad, strict=True):
             # Detached, so that every shard has a graph of its own and backward ends at its leaves.
-            part = tensor if self.attached else tensor.detach()
+            part = tensor.detach() if self.attached is None else tensor
             if dim is not None and len(samples) != self.num_samples:
                 part = part.narrow(dim, samples.start, len(samples))
             if part.device != device:

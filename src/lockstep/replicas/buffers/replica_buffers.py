@@ -63,12 +63,15 @@ class ReplicaBuffers:
 
     def __init__(self, original: nn.Module, replica: nn.Module, rules: BufferRules) -> None:
         self._sources = buffer_refs(original, rules)
+        self._given_rules = rules
         self._rules = [ref.rule for ref in self._sources]
         self._refs = buffer_refs(replica)
         self._own = [own for ref in self._refs if (own := ref.get()) is not None]
         self.entries = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
         """All names of buffers and their tensors, including None; empty if the model has no buffers at all."""
         self._start: list[torch.Tensor] = []
+        self.compared: dict[str, set[int]] | None = None
+        """Takes the checksums of what shards leave, see `note_left`; None if they are not compared."""
         self._unchanged = [False] * len(self._refs)
         self._dropped: list[tuple[str, torch.Size, int]] = []
         """What shards have assigned to buffers that are None: names, shapes and checksums."""
@@ -185,6 +188,8 @@ class ReplicaBuffers:
                 earlier one in a buffer that has no mean.
         """
         left = [ref.get() for ref in self._refs]
+        if self.compared is not None:
+            note_left(self.compared, self._sources, left, self._given_rules)
         values: Tensors = [
             None if value is None else _in_format_of(value, ref, start)
             for value, ref, start in zip(left, self._refs, self._start, strict=True)
@@ -254,6 +259,41 @@ def is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRule
     if ref.rule != "mean" or ref.name in RUNNING_STATISTICS or not is_averaged(buffer):
         return False
     return not (isinstance(rules, Mapping) and any(fnmatchcase(ref.path, pattern) for pattern in rules))
+
+
+def note_left(
+    into: dict[str, set[int]], refs: Sequence[BufferRef], left: Sequence[torch.Tensor | None], rules: BufferRules
+) -> None:
+    """Keep the checksums of averaged buffers without a rule, in which shards may leave different values.
+
+    Args:
+        into: The checksums by the names of buffers, which is changed in place.
+        refs: The buffers of the model.
+        left: What a shard has left in each of them; None where there is nothing to compare.
+        rules: The rules that were given.
+    """
+    for ref, tensor in zip(refs, left, strict=True):
+        if tensor is not None and is_averaged_silently(ref, tensor, rules):
+            into.setdefault(ref.path, set()).add(checksum(tensor))
+
+
+def warn_of_means(left: Mapping[str, set[int]]) -> None:
+    """Warn of averaged buffers that shards leave different values in.
+
+    Args:
+        left: The checksums of what shards have left, by the names of buffers.
+    """
+    names = [name for name, found in left.items() if len(found) > 1]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"The shards leave different values in the buffer {names[0]!r}{more}, and `buffers` has no rule for "
+            "it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
+            f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
+            'every shard adds, "min", "max" or "first".',
+            DeterminismWarning,
+            stacklevel=2,
+        )
 
 
 def rule_error(ref: BufferRef, reason: str) -> ValueError:

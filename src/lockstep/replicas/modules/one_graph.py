@@ -1,8 +1,8 @@
 """Run shards on replicas within one autograd graph, so that gradients can be differentiated again.
 
 Each shard computes with aliases of the parameters of the model instead of those of its replica, with copies of the
-buffers that require a gradient, and with views of the inputs. Backward is then run by autograd in one thread, and the
-gradients of the aliases are summed in the order of the tree.
+buffers that require a gradient and of inputs that every shard gets whole, and with views of the other inputs. Backward
+is then run by autograd in one thread, and the gradients of aliases and copies are summed in the order of the tree.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ class Aliases(torch.autograd.Function):
             ctx: The context of autograd.
             devices: The device of each shard.
             flat: The flattened parameters whose gradients are kept end to end, or None.
-            num_parameters: The number of parameters. The tensors that follow them are buffers, which are copied because
-                a shard may write to them.
-            *parameters: The parameters and buffers.
+            num_parameters: The number of parameters. The tensors that follow them are buffers and inputs, which are
+                copied because a shard may write to them.
+            *parameters: The parameters, buffers and inputs.
         """
         ctx.set_materialize_grads(False)
         ctx.flat = flat
@@ -89,6 +90,7 @@ class AliasHooks:
     Args:
         trained: The parameters of the model that require a gradient, and then such buffers, by name.
         num_parameters: How many of these are parameters.
+        whole: The inputs that require a gradient and that every shard gets whole.
         devices: The device of each shard, by index.
         inner: Other hooks to run inside of this one, or None.
         flat: The flattened parameters whose gradients are kept end to end, or None.
@@ -98,19 +100,21 @@ class AliasHooks:
         self,
         trained: Mapping[str, torch.Tensor],
         num_parameters: int,
+        whole: Sequence[torch.Tensor],
         devices: Mapping[int, torch.device],
         inner: ShardHooks | None,
+        *,
         flat: FlattenedParameters | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            list(devices.values()), flat, num_parameters, *trained.values()
+            list(devices.values()), flat, num_parameters, *trained.values(), *whole
         )
-        size = len(trained)
+        size = len(trained) + len(whole)
+        sets = {shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)}
         self._buffers = list(trained)[num_parameters:]
-        self._aliases = {
-            shard: dict(zip(trained, aliases[number * size : (number + 1) * size], strict=True))
-            for number, shard in enumerate(devices)
-        }
+        self._aliases = {shard: dict(zip(trained, each, strict=False)) for shard, each in sets.items()}
+        self.inputs = {shard: each[len(trained) :] for shard, each in sets.items()}
+        """The copies of the whole inputs, by shard."""
         self._inner = inner
 
     @contextmanager
@@ -166,7 +170,15 @@ def attached_forward(
     devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
     parameters: dict[str, torch.Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
     buffers = dict(trained_buffers(model).values())
-    hooks = AliasHooks(parameters | buffers, len(parameters), devices, passes.shard_hooks, flat)
-    attached = replace(inputs, attached=True, requires_grad=[False] * len(inputs.tensors))
+    whole = [index for index, dim in enumerate(inputs.dims) if dim is None and inputs.tensors[index].requires_grad]
+    tensors, inner = inputs.tensors, passes.shard_hooks
+    hooks = AliasHooks(
+        parameters | buffers, len(parameters), [tensors[index] for index in whole], devices, inner, flat=flat
+    )
+    by_shard = {shard.samples.start: tensors.copy() for shard in chain(*shards)}
     with temporarily(passes, shard_hooks=hooks):
+        for shard in chain(*shards):
+            for index, copied in zip(whole, hooks.inputs[shard.index], strict=True):
+                by_shard[shard.samples.start][index] = copied
+        attached = replace(inputs, attached=by_shard, requires_grad=[False] * len(inputs.tensors))
         return passes.forward(attached, num_shards=num_shards, output_dim=output_dim)

@@ -32,6 +32,7 @@ from lockstep.replicas.buffers import (
     check_rules,
     combine_buffers,
     trained_buffers,
+    warn_of_means,
 )
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
 from lockstep.replicas.passes.shard_runner import ShardRunner, create_runners
@@ -131,7 +132,7 @@ class ForwardBackward:
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
         self._buffer_refs: list[BufferRef] = []
-        self._checked_for_leaks = False
+        self._checked_for_leaks = self._checked_buffers = False
         self.shard_hooks: ShardHooks | None = None
         """The hooks that run around the forward and the backward of each shard, or None, which costs nothing."""
 
@@ -201,7 +202,7 @@ class ForwardBackward:
                 collector.add([each.reports for each in in_order])
             # Last, after everything that can fail: buffers are the only state of the model that a forward changes.
             if self._buffer_refs:
-                self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
+                self._combine(sums, forward, alone=len(in_order) == 1)
             return forward
 
     def backward(
@@ -272,7 +273,7 @@ class ForwardBackward:
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
         self._buffer_refs = buffer_refs(model, self._rules)
-        self._checked_for_leaks = False
+        self._checked_for_leaks = self._checked_buffers = False
         self._runners = create_runners(self.replicas, self._rules)
 
     def _forward(
@@ -281,6 +282,13 @@ class ForwardBackward:
         """Run forward on all devices from a calling thread that has the right settings."""
         interruptible = interrupts.interruptible
         collector = collecting.current()
+        trains = self.replicas.model.training if forward.training is None else forward.training
+        compared: dict[str, set[int]] | None = None
+        if self._buffer_refs and settings.grad and trains and not self._checked_buffers:
+            # Without values there is nothing to compare.
+            compared = None if any(each.is_meta for each in self.replicas.model.buffers()) else {}
+        for runner in forward.runners:
+            runner.buffers.compared = compared
         tasks = [
             ForwardTask(
                 forward.inputs,
@@ -332,10 +340,15 @@ class ForwardBackward:
         return tasks
 
     @torch.no_grad()
-    def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
+    def _combine(self, sums: Sequence[BufferSum], forward: Forward, *, alone: bool) -> None:
         """Write the combined buffers of the shards to the model."""
-        check_buffers(sums, self._buffer_refs)
-        combine_buffers(sums, self._buffer_refs, weight=weight)
+        compared = None if alone else forward.runners[0].buffers.compared
+        sizes = () if compared is None else [len(shard.samples) for shard in chain(*forward.shards)]
+        check_buffers(sums, self._buffer_refs, sizes)
+        if compared is not None:
+            self._checked_buffers = True
+            warn_of_means(compared)
+        combine_buffers(sums, self._buffer_refs, weight=1 if alone else forward.inputs.num_samples)
 
 
 @lru_cache(maxsize=64)

@@ -49,7 +49,6 @@ class GradientRequest:
         inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
             computed it. If given, the gradient is not assigned to any parameter.
         taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
-        summed: Whether `loss_fn` returns sums over samples instead of means.
         buffers_of: The names of the models whose buffers the step may change; None for all.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
         gathers: Whether the shards only compute outputs for a `BatchLoss`.
@@ -61,7 +60,6 @@ class GradientRequest:
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     taken: Sequence[Described] = ()
-    summed: bool = False
     buffers_of: Collection[str] | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
     gathers: bool = False
@@ -133,6 +131,7 @@ class Attempt:
         previous_nonfinite: The non-finite parameter that the last failed attempt before this one named.
         batches: *Take*: the batches of this attempt.
         sizes: *Plan*: the number of samples in each batch.
+        summed: Whether the losses of shards are sums over samples instead of means.
         share: The shards that this process computes.
         device_shards: These shards by device, each with its tensors.
         audit: The shard that is computed twice; None if none is.
@@ -167,6 +166,7 @@ class Attempt:
     # Filled in by the stages. Those with a value here are not set by the constructor, which runs in every attempt.
     batches: Sequence[Any] = field(init=False)
     sizes: Sequence[int] = field(init=False)
+    summed: bool = field(init=False)
     share: RankShare = field(init=False)
     device_shards: DeviceShards = field(init=False)
     audit: Audit | None = field(default=None, init=False)
@@ -220,7 +220,7 @@ class Attempt:
             loss_scale=partial(float, self.gradient_context.loss_scale_factor),
             nonfinite=lambda: check.nonfinite or previous,
             reports=self.reports,
-            summed=self.request.summed,
+            summed=self.summed,
             skipped=check.nonfinite is not None if check.found_inf is None else check.found_inf,
             grad_norm=self.grad_norm,
         )

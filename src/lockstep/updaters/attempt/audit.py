@@ -19,7 +19,7 @@ from lockstep.communicators import SumFault
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning
 from lockstep.plan import Shard
-from lockstep.replicas import BufferRef, BufferRules, is_averaged_silently
+from lockstep.replicas import BufferRef, BufferRules, note_left
 from lockstep.updaters.detectors import GENERATORS, moved, nudged
 
 LOG = logging.getLogger("lockstep")
@@ -154,7 +154,7 @@ class Audit:
                 self.again = compute(self.other[1])
                 self.drawn = [each for each in moved(nudge, self.states()) if each in GENERATORS]
 
-    def note_buffers(self, refs: Sequence[BufferRef], left: Iterable[torch.Tensor | None], rules: BufferRules) -> None:
+    def note_buffers(self, refs: Sequence[BufferRef], left: Sequence[torch.Tensor | None], rules: BufferRules) -> None:
         """Keep the checksums of buffers that a shard has left, and that shards may disagree on, if they are compared.
 
         Args:
@@ -162,9 +162,8 @@ class Audit:
             left: What the shard has left in each of them; None where it changed nothing.
             rules: The rules by which buffers of shards become one.
         """
-        for ref, tensor in zip(refs, left, strict=True) if self.compares_buffers else ():
-            if tensor is not None and is_averaged_silently(ref, tensor, rules):
-                self.left.setdefault(ref.path, set()).add(checksum(tensor))
+        if self.compares_buffers:
+            note_left(self.left, refs, left, rules)
 
     def to_plain(self) -> list[str | None]:
         """Return what this rank has computed, to be sent to the other ranks."""
@@ -456,24 +455,6 @@ class Auditor:
             self.has_warned = True
             warnings.warn(
                 f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}",
-                DeterminismWarning,
-                stacklevel=2,
-            )
-
-    def warn_of_buffers(self, left: dict[str, set[int]]) -> None:
-        """Warn of averaged buffers that shards leave different values in.
-
-        Args:
-            left: The checksums of what shards have left, by the names of buffers.
-        """
-        names = [name for name, found in left.items() if len(found) > 1]
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            warnings.warn(
-                f"The shards leave different values in the buffer {names[0]!r}{more}, and `buffers` has no rule for "
-                "it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
-                f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
-                'every shard adds, "min", "max" or "first".',
                 DeterminismWarning,
                 stacklevel=2,
             )

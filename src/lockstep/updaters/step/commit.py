@@ -328,7 +328,8 @@ class Committer:
                 savepoint.restore()
             self.mark_gradients_used()
             raise
-        _raise_first(late_errors)
+        if late_errors:
+            _raise_first(late_errors)
         return attempt.result(applied=applied)
 
     def mark_gradients_used(self) -> None:

@@ -17,7 +17,7 @@ from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
 from lockstep.updaters.detectors import generator_states, moved
 from lockstep.updaters.gathering import GatheredBatch
-from lockstep.updaters.loss import BatchLoss, LossFunction, is_summed
+from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
@@ -152,7 +152,6 @@ class CustomStep:
         request = replace(
             self._default_request,
             loss_fn=loss_fn,
-            summed=is_summed(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
             buffers_of=buffers_of,
         )

@@ -20,6 +20,7 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
     refusing_writes,
+    warn_of_means,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
@@ -46,6 +47,7 @@ from lockstep.updaters.compute import (
     workloads_of,
 )
 from lockstep.updaters.detectors import outside_tensors, states
+from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.setup import (
     MAIN,
@@ -184,6 +186,7 @@ class GradientEngine:
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
             (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
+        attempt.summed = is_summed(request.loss_fn)
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -197,7 +200,12 @@ class GradientEngine:
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
         audits = attempt.audit is not None or self.training.iteration >= self.auditor.next
         # Copied where a shard may be computed more than once, or is not one piece of its batch.
-        again = audits or self.is_first or attempt.given_batches or attempt.scale.fixed_factor is None
+        again = (
+            audits
+            or self.training.iteration < self._checked_until
+            or attempt.given_batches
+            or attempt.scale.fixed_factor is None
+        )
         lends = not again and self.recipe.split != "strided"
         attempt.device_shards = ahead or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first, lends=lends
@@ -217,7 +225,7 @@ class GradientEngine:
             if request.deferred and scale.fixed_factor is None
             else scale.fixed_factor or scale.value.factor,
             self.watch,
-            recipe.reduction == "mean" and not request.summed,
+            recipe.reduction == "mean" and not attempt.summed,
             weighted=self._weighted,
             inspect_shard=request.inspect_shard
             if audit is None
@@ -374,7 +382,7 @@ class GradientEngine:
                 attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))
                 self._again().side_by_side(attempt, attempt.audit, context)
         if attempt.audit is not None:
-            self.auditor.warn_of_buffers(attempt.audit.left)
+            warn_of_means(attempt.audit.left)
             attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
