@@ -167,26 +167,6 @@ def moved(before: dict[str, object], after: dict[str, object]) -> list[str]:
     return [name for name, state in before.items() if name in after and after[name] != state]
 
 
-@contextmanager
-def nudged() -> Iterator[None]:
-    """Draw a number from Python's generator and from NumPy's first, so that a seed that is set again shows as well.
-
-    At the end they are as before, unless something else has drawn from them.
-    """
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    random.random()  # noqa: S311 - no secret
-    if numpy is not None:
-        numpy.random.random_sample()
-    after = generator_states(())
-    yield
-    names = moved(after, generator_states(()))
-    if GENERATORS[0] not in names:
-        random.setstate(state)
-    if numpy is not None and GENERATORS[1] not in names:
-        numpy.random.set_state(of_numpy)
-
-
 class StepDraws:
     """Warns once if an optimizer or a hook draws from a generator whose state is not saved."""
 

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
@@ -20,7 +19,7 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, note_left
-from lockstep.updaters.detectors import GENERATORS, moved, nudged
+from lockstep.updaters.detectors import GENERATORS, moved
 
 LOG = logging.getLogger("lockstep")
 
@@ -148,11 +147,10 @@ class Audit:
         """
         self.before = self.states()
         if self.other[0] == self.rank:
-            # A seed that every shard sets again belongs to the process: only other threads disturb it.
-            with nudged() if self.neighbours else nullcontext():
-                nudge = self.states()
-                self.again = compute(self.other[1])
-                self.drawn = [each for each in moved(nudge, self.states()) if each in GENERATORS]
+            self.again = compute(self.other[1])
+            # A seed that every shard sets again moves nothing here, but other threads disturb it.
+            seeded = moved(self.began, self.before) if self.neighbours else []
+            self.drawn = [each for each in GENERATORS if each in [*seeded, *moved(self.before, self.states())]]
 
     def note_buffers(self, refs: Sequence[BufferRef], left: Sequence[torch.Tensor | None], rules: BufferRules) -> None:
         """Keep the checksums of buffers that a shard has left, and that shards may disagree on, if they are compared.
