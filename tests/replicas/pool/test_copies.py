@@ -7,8 +7,10 @@ On CPUs all replicas share the model's memory, so the only question that tells o
 from __future__ import annotations
 
 import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from ctypes import c_double
 from functools import cache, partial
 from typing import Any
 
@@ -455,6 +457,10 @@ def moved(net: nn.Linear) -> None:
     net.weight.data.add_(1)
 
 
+def next_key(held: dict[float, int]) -> float:
+    return next(iter(held))
+
+
 def double(tensor: torch.Tensor) -> float:
     return 2 * float(tensor)
 
@@ -471,6 +477,10 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda held: held()["value"],
         lambda held: held.keywords.update(value=2),
     ),
+    "array": (lambda: array("d", [1.0]), lambda held: held[0], lambda held: held.append(held.pop() + 1)),
+    "bytes": (lambda: bytearray([1]), lambda held: held[0], lambda held: held.append(held.pop() + 1)),
+    "ctypes": (lambda: c_double(1.0), lambda held: held.value, lambda held: setattr(held, "value", held.value + 1)),
+    "order": (lambda: {1.0: 0, 2.0: 0}, next_key, lambda held: held.update({next_key(held): held.pop(next_key(held))})),
     "deque": (lambda: deque([1.0], maxlen=2), lambda held: held[-1], lambda held: held.append(held[-1] + 1)),
     "tensor": (lambda: torch.ones(()), lambda held: held, lambda held: held.data.add_(1)),
     "network": (Perceptual, lambda held: held(ONE), lambda held: moved(held.net)),

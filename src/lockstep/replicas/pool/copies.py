@@ -317,9 +317,10 @@ class ModelChangeDetector:
         ]
         self._recorded = [_shallow_copy(watched) for watched in self._current]
         # Dicts of the same entries are equal in any order, in which a forward may call them.
-        self._children = [module._modules for module in model.modules() if len(module._modules) > 1]
-        self._orders = list(map(list, self._children))
-        self._bytes = [array.tobytes() for array in self._arrays]
+        dicts = [*(module._modules for module in model.modules()), *held.containers]
+        self._dicts = [each for each in dicts if isinstance(each, dict) and len(each) > 1]
+        self._orders = list(map(list, self._dicts))
+        self._bytes = list(map(_bytes_of, self._arrays))
         self._versions = list(map(VERSION, self._tensors))
         self._requires_grad = list(map(REQUIRES_GRAD, self._parameters))
         self._layouts = [list(map(read, self._parameters)) for read in self._reads]
@@ -352,9 +353,9 @@ class ModelChangeDetector:
             not self.fits()
             or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad
             or list(map(VERSION, self._tensors)) != self._versions
-            or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
+            or (self._arrays and list(map(_bytes_of, self._arrays)) != self._bytes)
             or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
-            or list(map(list, self._children)) != self._orders
+            or list(map(list, self._dicts)) != self._orders
             or (self._values and not all(now.shape == old.shape and now.equal(old) for now, old in self._values))
         ):
             return True
@@ -380,7 +381,7 @@ class HeldValues(NamedTuple):
         containers: The lists, dicts and sets, and the dicts of objects and of modules that are not registered.
         objects: The objects that have attributes outside of a dict.
         tensors: The tensors.
-        arrays: The arrays of NumPy.
+        arrays: The arrays of NumPy, and other objects that are memory, such as those of `array` and `ctypes`.
         parameters: The parameters, which belong to modules that are not registered.
         buffers: The buffers of these modules.
     """
@@ -422,9 +423,9 @@ def _values_of(model: nn.Module, memo: Mapping[int, Any] | None = None) -> HeldV
             held.buffers.extend(each for each in value._buffers.values() if each is not None)
             registered = [*value._modules.values(), *value._parameters.values()]
             values += [*_attributes_of(value), *registered]
-        elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.size <= room and is_listed:
-                room -= value.size
+        elif (size := _memory_size(value, numpy)) is not None:
+            if size <= room and is_listed:
+                room -= size
                 held.arrays.append(value)
         else:
             container, parts = _contents_of(value)
@@ -500,6 +501,21 @@ def _contents_of(value: Any) -> tuple[Any, list[Any]]:
     own = getattr(value, "__dict__", None)
     container = own if isinstance(own, dict) and not _has_members(value) else None
     return container, list(attributes(value).values())
+
+
+def _memory_size(value: Any, numpy: ModuleType | None) -> int | None:
+    """Return the number of elements of an array, or of bytes of another object that is memory; None for others."""
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return int(value.size)
+    try:
+        return memoryview(value).nbytes
+    except TypeError:
+        return None
+
+
+def _bytes_of(array: Any) -> bytes:
+    # Arrays of objects and of dates have no memory that a view could show.
+    return array.tobytes() if hasattr(array, "tobytes") else bytes(memoryview(array))
 
 
 def _has_members(value: Any) -> bool:
