@@ -67,7 +67,9 @@ class Recomputation:
             audit: Receives the shards, and copies of tensors that cannot be read again.
         """
         runs = [(place, run) for place, run in enumerate(attempt.share.shards_by_device) if run]
-        if self.is_first and len(runs) > 1:
+        # Kernels of accelerators may vary.
+        varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
+        if self.is_first and len(runs) > 1 and not varies:
             audit.neighbours = {place: run[-1] for place, run in runs[:2]}
         for shard in (audit.shard, *audit.neighbours.values()):
             # Samples that draw would be others if they were read again.
@@ -153,9 +155,8 @@ class Recomputation:
         """
         # Of what differs alone there is a warning.
         hidden = None not in (audit.first, audit.again) and audit.first != audit.again
-        # Kernels of accelerators may vary. All work stays in one thread, or a new thread may not get memory.
-        varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
-        if hidden or varies or context.settings.kept or is_memory_limited():
+        # All work stays in one thread, or a new thread may not get memory.
+        if hidden or context.settings.kept or is_memory_limited():
             return
         for lead in LEADS if audit.neighbours else ():
             found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))
