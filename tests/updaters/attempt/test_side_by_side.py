@@ -274,6 +274,15 @@ def compiled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return COMPILED(model(x), y)
 
 
+def test_a_precision_that_the_older_functions_cannot_express_is_accepted() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert updated(updater_of(network(), alone)) == 3
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 LOCK = threading.Lock()
 
 

@@ -158,7 +158,6 @@ class ReplicaSet:
         self._place_ranges = [places[place : place + 1] for place in places]
         self.frozen: frozenset[str] = frozenset()
         """The names of parameters that require no gradient on the replicas, even if they do in the model."""
-        """The names of parameters that require no gradient on the replicas."""
         self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []

@@ -458,18 +458,18 @@ def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Mod
         ValueError: If a function reads such an attribute by its name.
     """
     changed: dict[int, set[str]] = {}
-    functions = [each for each, _ in _called(loss_fn)]
+    functions = [("loss_fn", each) for each, _ in _called(loss_fn)]
     for original, copied in zip(model.modules(), replica.modules(), strict=False):
         before, own = attributes(original), attributes(copied)
         changed[id(original)] = {name for name, value in own.items() if _is_set(before.get(name), value)}
-        functions += [each for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
-    for function in filter(lambda each: type(each) is FunctionType, functions if any(changed.values()) else ()):
-        for holder, name, _ in values_read(function):
+        functions += [("model", each) for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
+    for argument, function in functions if any(changed.values()) else ():
+        for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
             if name in changed.get(id(holder), ()):
                 raise ValueError(
                     f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
-                    f"{function.__qualname__!r}, which reads it from your original model, whose forward is never run. "
-                    "Read it from the argument of `loss_fn` or of the hook, or make the function a method."
+                    f"{function.__qualname__!r} of `{argument}`, which reads it from your original model, whose "
+                    "forward is never run. Read it from the argument of `loss_fn` or of the hook, or make it a method."
                 )
 
 

@@ -191,7 +191,8 @@ def _switches() -> dict[str, object]:
     """Return switches of the process by which torch chooses kernels."""
     found: dict[str, object] = {
         "the default dtype": torch.get_default_dtype(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        # Not by `get_float32_matmul_precision`, which raises if it cannot express what was set.
+        "torch.backends.cuda.matmul.fp32_precision": torch.backends.cuda.matmul.fp32_precision,
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
     }
     for name in ("flash", "mem_efficient", "math", "cudnn"):
