@@ -23,7 +23,6 @@ from lockstep.replicas.buffers import (
     check_no_trained_buffers as check_no_trained_buffers,
     check_rules as check_rules,
     combine_buffers as combine_buffers,
-    is_averaged_silently as is_averaged_silently,
     merged_firsts as merged_firsts,
     note_left as note_left,
     rule_error as rule_error,

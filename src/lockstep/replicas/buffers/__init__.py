@@ -20,7 +20,6 @@ from lockstep.replicas.buffers.buffer_sums import (
 from lockstep.replicas.buffers.replica_buffers import (
     ReplicaBuffers as ReplicaBuffers,
     check_buffers as check_buffers,
-    is_averaged_silently as is_averaged_silently,
     note_left as note_left,
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,

@@ -248,7 +248,7 @@ def check_buffers(sums: Sequence[BufferSum], refs: Sequence[BufferRef], sizes: S
             raise rule_error(ref, "every shard adds its number of samples to it")
 
 
-def is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRules) -> bool:
+def _is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRules) -> bool:
     """Return whether a buffer is averaged over shards without a rule that you have given.
 
     Args:
@@ -273,7 +273,7 @@ def note_left(
         rules: The rules that were given.
     """
     for ref, tensor in zip(refs, left, strict=True):
-        if tensor is not None and is_averaged_silently(ref, tensor, rules):
+        if tensor is not None and _is_averaged_silently(ref, tensor, rules):
             into.setdefault(ref.path, set()).add(checksum(tensor))
 
 
