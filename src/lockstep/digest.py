@@ -228,6 +228,23 @@ def checksum(tensor: torch.Tensor) -> int:
     >>> checksum(torch.ones(3)) == checksum(torch.ones(2)) + 0x3F800000
     True
     """
+    return checksums([tensor])[0]
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the `checksum` of each of some tensors, after waiting once if they are on accelerators.
+
+    Args:
+        tensors: The tensors.
+    """
+    sums = list(map(_sum_of_words, tensors))
+    on_device = [each for each in sums if isinstance(each, torch.Tensor)]
+    read = iter(torch.stack([each.to(on_device[0].device) for each in on_device]).tolist() if on_device else ())
+    return [(next(read) if isinstance(each, torch.Tensor) else each) % 2**64 for each in sums]
+
+
+def _sum_of_words(tensor: torch.Tensor) -> int | torch.Tensor:
+    """Return the sum of the words of a tensor; on an accelerator, where it may be negative, without waiting for it."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     values = tensor.detach().resolve_conj().resolve_neg()
@@ -238,11 +255,14 @@ def checksum(tensor: torch.Tensor) -> int:
     if flat.device.type == "cpu":
         # NumPy reads words at any address.
         data = flat.numpy()
-        total, tail = int(data[:whole].view("<u8").sum()), data[whole:].tobytes()
-    else:
-        words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
-        total, tail = int(words.view(torch.int64).sum()), bytes(flat[whole:].tolist())
-    return (total + int.from_bytes(tail, "little")) % 2**64
+        return int(data[:whole].view("<u8").sum()) + int.from_bytes(data[whole:].tobytes(), "little")
+    words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    total = words.view(torch.int64).sum()
+    if whole == flat.numel():
+        return total
+    last = flat.new_zeros(8)
+    last[: flat.numel() - whole] = flat[whole:]
+    return total + last.view(torch.int64)[0]
 
 
 def seal(tensor: torch.Tensor | None) -> str:

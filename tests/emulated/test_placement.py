@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.updaters.step import recomputation
+from lockstep.updaters.step.recomputation import LEADS
 from tests.support.emulated import observed
 from tests.support.emulated.pool import on_emulated_devices
 from tests.support.emulated.runs import NUM_UPDATES, ONE_CPU, PLACES, train_on, updater_on
@@ -134,3 +136,17 @@ def test_states_move_between_types_of_devices(path: tuple[tuple[str, ...], ...])
             updater.update()
             state, found = updater.state_dict(), state_digest(updater)
     assert found == expected
+
+
+@on_emulated_devices
+@pytest.mark.parametrize(("devices", "expected"), [(PLACES[1], len(LEADS)), (PLACES[2], 0)], ids=str)
+def test_shards_are_computed_beside_each_other_on_different_devices_only(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], expected: int
+) -> None:
+    # Replicas on one device compute in turn, so one of them would wait in vain for the other.
+    made: list[int] = []
+    before = recomputation.Turns
+    monkeypatch.setattr(recomputation, "Turns", lambda *args: made.append(1) or before(*args))
+    with ls.use_deterministic_kernels():
+        train_on(MLP, devices, updates=4)
+    assert len(made) == expected, made

@@ -220,7 +220,15 @@ def test_a_mean_over_samples_raises_no_alarm(monkeypatch: pytest.MonkeyPatch, ca
     assert (found.reason == "not compared") == isinstance(loss_fn, ls.BatchLoss)
 
 
-@pytest.mark.parametrize("layer", [nn.LayerNorm, lambda size: nn.GroupNorm(2, size), lambda _: nn.Dropout()])
+class DropoutOfGPUs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(x, 0.5, train=True)[0]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LayerNorm, lambda size: nn.GroupNorm(2, size), lambda _: nn.Dropout(), lambda _: DropoutOfGPUs()],
+)
 def test_layers_of_single_samples_raise_no_alarm(
     monkeypatch: pytest.MonkeyPatch, layer: Callable[[int], nn.Module]
 ) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lockstep.verify import WAYS, Row
+from lockstep.verify.causes import CURES
 from lockstep.verify.driver import Host, Verifier, hosts
+from lockstep.verify.experiments import kind_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "programs" / "sins.py"
 UPDATES = 3
@@ -123,3 +127,16 @@ def test_what_is_equal_and_wrong_is_named(started: dict[str, Host], tmp_path: Pa
     assert evaluation.startswith("An evaluation computes as in training: dropout at train.py:8 in forward")
     assert "switched to training mode" in mode
     assert normalized.startswith("1 layers (1) normalize each shard by its own statistics")
+
+
+@pytest.mark.parametrize(("follows", "kind"), [(True, "kernels"), (False, "state")])
+def test_a_kernel_without_an_order_is_told_from_state_that_is_kept(*, follows: bool, kind: str) -> None:
+    calls: list[int] = []
+
+    def once(**_: Any) -> int:
+        calls.append(0)
+        return 0 if follows and torch.are_deterministic_algorithms_enabled() else len(calls)
+
+    assert kind_of(once) == kind
+    assert kind in CURES
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -13,6 +13,8 @@ CURES: Final = {
     "clock": "The result depends on the time. Derive the value from the number of the update, or leave it out.",
     "state": "Something is kept from one shard to the next: a counter, a cache, a generator, an earlier loss. Draw "
     "from PyTorch's default generator, return the value as a metric, or keep it with `Carried` or in a buffer.",
+    "kernels": "A kernel gives other bits each time. Call `lockstep.use_deterministic_kernels()` before anything runs "
+    "on a GPU.",
     "resume": "Something is kept that no snapshot holds. Keep it in a buffer, in `Carried`, or in an extension.",
     "thread": "The result depends on the thread. Take nothing from `threading`; share values by argument.",
     "process": "The result depends on the process: the hash of a string, the order of a set, a process ID. Sort sets, "

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
-from lockstep.replicas import FreshMemory, ShardRunner
+from lockstep.replicas import FreshMemory, ShardRunner, use_deterministic_kernels
 from lockstep.state import temporarily
 from lockstep.tree import ShardSum
 from lockstep.verify.recorder import LOCAL, bits
@@ -41,7 +41,7 @@ def _pinned(clock: Callable[[], Any], unit: int) -> Callable[[], Any]:
 
 
 def kind_of(once: Callable[..., Any]) -> str:
-    """Return what a computation depends on beside its inputs: "state", "clock", "memory", "thread"; empty if nothing.
+    """Return what a computation depends on beside its inputs, as a key of `CURES`; empty if on nothing.
 
     Args:
         once: Repeats the computation at a time ``now``, with fresh memory that holds ``value``, and ``elsewhere`` for
@@ -49,7 +49,8 @@ def kind_of(once: Callable[..., Any]) -> str:
     """
     first = once()
     if once() != first:
-        return "state"
+        with use_deterministic_kernels("warn"):
+            return "kernels" if once() == once() else "state"
     if once(now=LATER) != first:
         return "clock"
     if once(value=float("nan")) != first:

@@ -18,9 +18,9 @@ NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 CASTS: Final = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 DRAWS: Final = (
     *("bernoulli", "rand", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "multinomial"),
-    *("poisson", "binomial", "native_dropout"),
+    *("poisson", "binomial"),
 )
-"""Beginnings of the names of operators that draw."""
+"""Beginnings of the names of operators that draw. `native_dropout` has a value of its own."""
 PAIR: Final = 2
 
 

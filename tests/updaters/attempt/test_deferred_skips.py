@@ -17,6 +17,7 @@ from torch.nn import functional
 import lockstep as ls
 from lockstep.optim.hooks import GradientClipping
 from lockstep.precision import LossScale
+from lockstep.updaters.step.engine import CHECKED_UPDATES
 from tests.support.optimizers import adagrad_takes_flags
 from tests.support.reads import Reads
 from tests.support.runs import PLACEMENTS, Placement, finalized, state_digest
@@ -445,10 +446,11 @@ def test_nothing_waits_for_a_gpu(optimizer: str, with_buffers: bool) -> None:
         loss_scale=ls.DynamicLossScale(2.0**10),
     )
     with finalized(updater):
-        updater.update()
+        for _ in range(CHECKED_UPDATES):  # which compute shards and tensors of batches again
+            updater.update()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for _ in range(NUM_UPDATES - 1):
+            for _ in range(NUM_UPDATES - CHECKED_UPDATES):
                 updater.update()
         finally:
             torch.cuda.set_sync_debug_mode("default")

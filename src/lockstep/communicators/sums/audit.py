@@ -20,7 +20,7 @@ from lockstep.communicators.sums.ordered_sum import OrderedSum, format_back
 from lockstep.communicators.sums.planning import Segment, SumPlan
 from lockstep.communicators.sums.wire import WireFormat
 from lockstep.communicators.transport import Channel, broadcast, exchange
-from lockstep.digest import checksum
+from lockstep.digest import checksum, checksums
 from lockstep.tree import PartialSum, Tensors
 
 
@@ -120,7 +120,8 @@ def _added(segment: Segment, terms: Sequence[torch.Tensor], wire_back: WireForma
     sums, last = list(terms), 0
     for last, other in segment.additions:
         sums[last] = sums[last] + sums[other]
-    return list(map(checksum, terms)), checksum(_rounded(sums[last], wire_back))
+    *seals, seal = checksums([*terms, _rounded(sums[last], wire_back)])
+    return seals, seal
 
 
 def _add_elsewhere(  # noqa: PLR0917 - what a segment is summed from

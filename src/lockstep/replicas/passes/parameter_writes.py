@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from lockstep.digest import checksum
+from lockstep.digest import checksums
 from lockstep.replicas.pool import ReplicaSet, hidden_parameters
 
 MOST_COPIED: Final = 2**22
@@ -39,14 +39,14 @@ def refusing_writes(replicas: ReplicaSet) -> Iterator[None]:
             have their values from before then.
     """
     models, checked = [replicas.model, *replicas.replicas], _named(replicas.model)
-    before = {name: checksum(parameter) for name, parameter in checked.items()}
+    before = _checksums(checked)
     small = sum(map(torch.numel, checked.values())) <= MOST_COPIED
     copies = {name: parameter.detach().clone() for name, parameter in checked.items() if small}
 
     def check() -> None:
         for model in models:
-            for name, parameter in _named(model).items():
-                if name in before and checksum(parameter) != before[name]:
+            for name, found in _checksums(_named(model)).items():
+                if name in before and found != before[name]:
                     _restore(replicas.model, copies)
                     # They may have other memory now.
                     replicas.release()
@@ -70,6 +70,10 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, each in named.items()
         if type(each) is nn.Parameter and each.layout is torch.strided and not each.is_meta
     }
+
+
+def _checksums(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(named, checksums(named.values()), strict=True))
 
 
 @torch.no_grad()

@@ -47,7 +47,8 @@ class ShardStreams:
         self._override_installed = False
         accelerators = [device for device in devices if device.type != "cpu"]
         # Two threads on one accelerator would draw from the same generator, in an order that varies.
-        self._one_at_a_time = len(set(accelerators)) < len(accelerators)
+        self.one_at_a_time = len(set(accelerators)) < len(accelerators)
+        """Whether the shards of this process are computed one after another."""
         self._seed = 0
         self._first = 0
         self._default_stream: DefaultStream | None = None
@@ -70,7 +71,7 @@ class ShardStreams:
         outer = self._seed, self._first, self._default_stream
         self._seed, self._first, self._default_stream = seed, first, None
         try:
-            if parallel and not self._one_at_a_time and (self._override_installed or self._can_override()):
+            if parallel and not self.one_at_a_time and (self._override_installed or self._can_override()):
                 # The lock is not held during the computation, only while the default generator is read or written.
                 with self._lock:
                     guard = DefaultGeneratorGuard()
@@ -128,7 +129,7 @@ class ShardStreams:
 
     def _fall_back(self, reason: str) -> None:
         """Compute one shard at a time from now on, which gives the same bits on a single core."""
-        self._one_at_a_time = True
+        self.one_at_a_time = True
         warnings.warn(
             f"{reason}. The shards of this process now run one at a time, with the same result.",
             RandomStreamWarning,

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
-from lockstep.digest import checksum
+from lockstep.digest import checksums
 from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, note_left
@@ -84,7 +84,9 @@ def seals_of(computed: Iterable[torch.Tensor | None], weight: float | torch.Tens
         computed: The gradients, the loss, buffers and carried values.
         weight: The weight of the loss.
     """
-    return *(None if each is None else checksum(each) for each in computed), float(weight)
+    given = list(computed)
+    found = iter(checksums([each for each in given if each is not None]))
+    return *(None if each is None else next(found) for each in given), float(weight)
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class Recomputation:
         runs = [(place, run) for place, run in enumerate(attempt.share.shards_by_device) if run]
         # Kernels of accelerators may vary.
         varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
-        if self.is_first and len(runs) > 1 and not varies:
+        if self.is_first and len(runs) > 1 and not self.streams.one_at_a_time and not varies:
             audit.neighbours = {place: run[-1] for place, run in runs[:2]}
         for shard in (audit.shard, *audit.neighbours.values()):
             # Samples that draw would be others if they were read again.
