@@ -59,7 +59,9 @@ def sample(line: str) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:4] + 0.1 * torch.randn(4), values[4:]
 
 
-def updater(parts: Parts, devices: int, workers: int, communicator: ls.Communicator | None) -> ls.ParallelUpdater:
+def updater(
+    parts: Parts, devices: int, workers: int, communicator: ls.Communicator | None, **options: Any
+) -> ls.ParallelUpdater:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -71,6 +73,7 @@ def updater(parts: Parts, devices: int, workers: int, communicator: ls.Communica
         num_shards=NUM_SHARDS,
         loss_fn=ls.supervised(nn.functional.mse_loss),
         communicator=communicator,
+        **options,
     )
 
 
@@ -149,7 +152,8 @@ def sample_of_small(line: str) -> tuple[torch.Tensor, torch.Tensor]:
 def skipped(communicator: ls.Communicator | None, folder: Path, log: Path) -> tuple[str, int, int]:
     """Train an epoch without bad records; return the digest, and how many this rank and all ranks have skipped."""
     parts = corpus(folder, log, transform=sample_of_small, on_bad_record="skip")
-    made = updater(parts, 2, 0, communicator)
+    # An audit reads records once more.
+    made = updater(parts, 2, 0, communicator, audit_every=0)
     while made.iteration < EPOCH:
         made.update()
     made.finalize()

@@ -131,6 +131,52 @@ def test_one_more_call_in_an_audited_update() -> None:
     assert next(calls) == 4 * NUM_SHARDS + 2  # the updates 0 and 3
 
 
+@pytest.mark.parametrize(("every", "audited"), [(None, {0, 8, 16, 32}), (16, {0, 16, 32}), (0, set())])
+def test_the_first_updates_are_checked_again_after_8_16_and_32(every: int | None, audited: set[int]) -> None:
+    calls = itertools.count()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        next(calls)
+        return functional.cross_entropy(model(x), target)
+
+    with updating(updater_of(1, loss_fn=loss_fn, audit_every=every)) as updater:
+        counts = []
+        for _ in range(40):
+            before = next(calls)
+            updater.update()
+            counts.append(next(calls) - before - 1)
+    assert {update for update, count in enumerate(counts) if count > NUM_SHARDS} == audited
+    assert set(counts) <= {NUM_SHARDS, NUM_SHARDS + 1}
+
+
+class Restarting(nn.Module):
+    """A network that writes to a parameter once some updates have passed."""
+
+    def __init__(self, updates: int) -> None:
+        super().__init__()
+        self.layer, self.updates, self.clock = nn.Linear(6, 3), updates, (lambda: 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.clock() >= self.updates:
+            self.layer.weight.data[0] = x[0].detach()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(("begins", "found"), [(0, 0), (3, 8), (9, 16)])
+def test_what_begins_later_is_refused_when_it_is_checked_again(num_devices: int, begins: int, found: int) -> None:
+    model, batch = Restarting(begins), (torch.randn(16, 6), torch.randint(3, (16,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = ls.supervised(functional.cross_entropy)
+    made = ls.ParallelUpdater([batch], optimizer, model, devices=["cpu"] * num_devices, num_shards=4, loss_fn=loss_fn)
+    with updating(made) as updater:
+        model.clock = lambda: updater.iteration
+        run(updater, found)
+        with pytest.raises(ValueError, match="must not write to its parameters"):
+            updater.update()
+        assert updater.iteration == found
+
+
 class updating:  # noqa: N801 - a context
     """Finalizes an updater at the end."""
 

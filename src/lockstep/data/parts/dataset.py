@@ -252,7 +252,10 @@ class Parts:
 
     @property
     def num_skipped(self) -> int:
-        """The number of bad records that this process and its workers have skipped since the dataset was created."""
+        """The number of bad records that this process and its workers have skipped since the dataset was created.
+
+        A record that an audited update reads once more is counted once more.
+        """
         return 0 if self._skipped is None else int(self._skipped.sum())
 
     def num_skipped_by_all(self, communicator: Communicator) -> int:

@@ -328,6 +328,15 @@ class Auditor:
         self.next = math.inf if self._every == 0 else update
         self._end = update + 1
 
+    def check_again(self, update: int) -> None:
+        """Audit the next update as well, unless you have said how often.
+
+        Args:
+            update: The number of updates that are done.
+        """
+        if self._every is None:
+            self.restart(update)
+
     def extend(self, update: int) -> None:
         """Audit the next updates as well, because what a loss function holds may move after the first one only.
 

@@ -80,6 +80,9 @@ LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
+CHECKED_AGAIN: Final = 8
+"""The number of updates after which the checks of the first ones are made again, as after 16, 32, 64, ...: what a
+program does wrong may begin later, such as in a second phase of its loss."""
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -142,10 +145,16 @@ class GradientEngine:
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
+        self._begun = self.training.iteration
+        self.auditor.restart(self._begun)
+        self._check_next_updates()
+        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
+
+    def _check_next_updates(self) -> None:
+        """Make the checks of the first updates in the next ones, and again after twice as many updates."""
         self._start = self.training.iteration
         self._checked_until = self._start + CHECKED_UPDATES
-        self.auditor.restart(self.training.iteration)
-        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
+        self._checked_again = self._begun + max(CHECKED_AGAIN, 2 * (self._start - self._begun))
 
     @property
     def is_first(self) -> bool:
@@ -186,6 +195,9 @@ class GradientEngine:
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
             (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
+        if self.training.iteration == self._checked_again:
+            self.auditor.check_again(self._checked_again)
+            self._check_next_updates()
         attempt.summed = is_summed(request.loss_fn)
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
@@ -213,7 +225,8 @@ class GradientEngine:
         if audits:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
-            attempt.may_send_early = not self.auditor.is_followed(self.training.iteration)
+            audited_next = self.training.iteration + 1 == self._checked_again
+            attempt.may_send_early = not (audited_next or self.auditor.is_followed(self.training.iteration))
         scale, audit, former = attempt.scale, attempt.audit, self.training.carried
         carried = None if former is None else CarriedAttempt(former, attempt.sizes)
         attempt.gradient_context = GradientContext(
