@@ -97,9 +97,9 @@ class ParallelUpdater(Updater):
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
         audit_every: How often an update is audited: one shard is computed once more in another place, or later on the
-            only device, and both results are compared by their bits before the commit. So are sums over processes. None
-            audits the first update and those 8, 16, 32, ... later, and only warns of shards; 0 none; k the first and each
-            k-th. It is one more call of the loss function.
+            only device, and both results are compared by their bits before the commit. So are sums over processes.
+            None audits the first update and those 8, 16, 32, ... later, and only warns of shards; 0 none; k the first
+            and every k-th. It is one more call of the loss function.
         on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
         shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
             state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.

@@ -151,7 +151,7 @@ class GradientEngine:
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def _check_next_updates(self) -> None:
-        """Make the checks of the first updates in the next ones, and again after twice as many updates."""
+        """Check the next updates as the first ones are checked, and others after twice as many updates."""
         self._start = self.training.iteration
         self._checked_until = self._start + CHECKED_UPDATES
         self._checked_again = self._begun + max(CHECKED_AGAIN, 2 * (self._start - self._begun))
