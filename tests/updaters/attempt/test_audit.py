@@ -132,7 +132,7 @@ def test_one_more_call_in_an_audited_update() -> None:
 
 
 @pytest.mark.parametrize(("every", "audited"), [(None, {0, 8, 16, 32}), (16, {0, 16, 32}), (0, set())])
-def test_the_first_updates_are_checked_again_after_8_16_and_32(every: int | None, audited: set[int]) -> None:
+def test_updates_are_audited_again_after_8_16_and_32(every: int | None, audited: set[int]) -> None:
     calls = itertools.count()
 
     def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Restarting(nn.Module):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize(("begins", "found"), [(0, 0), (3, 8), (9, 16)])
-def test_what_begins_later_is_refused_when_it_is_checked_again(num_devices: int, begins: int, found: int) -> None:
+def test_what_begins_later_is_refused_when_it_is_looked_for_again(num_devices: int, begins: int, found: int) -> None:
     model, batch = Restarting(begins), (torch.randn(16, 6), torch.randint(3, (16,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = ls.supervised(functional.cross_entropy)

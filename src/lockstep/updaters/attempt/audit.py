@@ -328,7 +328,7 @@ class Auditor:
         self.next = math.inf if self._every == 0 else update
         self._end = update + 1
 
-    def check_again(self, update: int) -> None:
+    def audit_again(self, update: int) -> None:
         """Audit the next update as well, unless you have said how often.
 
         Args:

@@ -81,8 +81,8 @@ ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
 CHECKED_AGAIN: Final = 8
-"""The number of updates after which the checks of the first ones are made again, as after 16, 32, 64, ...: what a
-program does wrong may begin later, such as in a second phase of its loss."""
+"""The number of updates after which another one is audited, as after 16, 32, 64, ...: what a program does wrong may
+begin later, such as in a second phase of its loss."""
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -145,16 +145,11 @@ class GradientEngine:
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
-        self._begun = self.training.iteration
-        self.auditor.restart(self._begun)
-        self._check_next_updates()
-        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
-
-    def _check_next_updates(self) -> None:
-        """Check the next updates as the first ones are checked, and others after twice as many updates."""
-        self._start = self.training.iteration
+        self._start = self._audited = self.training.iteration
         self._checked_until = self._start + CHECKED_UPDATES
-        self._checked_again = self._begun + max(CHECKED_AGAIN, 2 * (self._start - self._begun))
+        self._audited_again = self._start + CHECKED_AGAIN
+        self.auditor.restart(self._start)
+        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     @property
     def is_first(self) -> bool:
@@ -195,9 +190,10 @@ class GradientEngine:
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
             (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
-        if self.training.iteration == self._checked_again:
-            self.auditor.check_again(self._checked_again)
-            self._check_next_updates()
+        if self.training.iteration == self._audited_again:
+            self._audited = self._audited_again
+            self._audited_again += self._audited - self._start
+            self.auditor.audit_again(self._audited)
         attempt.summed = is_summed(request.loss_fn)
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
@@ -225,7 +221,7 @@ class GradientEngine:
         if audits:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
-            audited_next = self.training.iteration + 1 == self._checked_again
+            audited_next = self.training.iteration + 1 == self._audited_again
             attempt.may_send_early = not (audited_next or self.auditor.is_followed(self.training.iteration))
         scale, audit, former = attempt.scale, attempt.audit, self.training.carried
         carried = None if former is None else CarriedAttempt(former, attempt.sizes)
@@ -266,7 +262,7 @@ class GradientEngine:
         carried = () if self.training.carried is None else self.training.carried.names
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
-        audit.compares_buffers = update == self._start and attempt.share.num_shards > 1
+        audit.compares_buffers = update == self._audited and attempt.share.num_shards > 1
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)
@@ -384,7 +380,7 @@ class GradientEngine:
             # So that nothing is changed by chance before `side_by_side`. A device that waits would count as hung.
             compute = one_at_a_time(compute)
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        with refusing_writes(self.replicas) if attempt.gradient_context.reads_buffers else NO_CONTEXT:
+        with refusing_writes(self.replicas) if self.training.iteration == self._audited else NO_CONTEXT:
             self.streams.run(
                 partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
