@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.replicas import why_no_mean
 from tests.support.runs import finalized
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -371,6 +372,10 @@ def of_samples(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     ).mean()
 
 
+def ignoring(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores, y, ignore_index=0)
+
+
 NO_MEANS: dict[str, tuple[Any, str]] = {
     "reduction": (lambda net, x, y: functional.cross_entropy(net(x), y, reduction="sum"), "a sum"),
     "squares": (lambda net, x, _: net(x).square().sum(), "a sum"),
@@ -380,6 +385,11 @@ NO_MEANS: dict[str, tuple[Any, str]] = {
     "norm": (lambda net, x, _: net(x).norm(), "a root"),
     "classes": (lambda net, x, y: functional.cross_entropy(net(x), y, weight=CLASS_WEIGHTS), "a mean weighted"),
     "ignored": (lambda net, x, y: functional.cross_entropy(net(x), y, ignore_index=0), "a mean weighted"),
+    "two heads": (lambda net, x, y: (ignoring(net(x), y) + ignoring(-net(x), y)) / 2, "a term that is a mean weighted"),
+    "reconstruction": (
+        lambda net, x, _: functional.mse_loss(net(x), net(x) + 1, reduction="sum") - 0.5 * net(x).exp().sum(),
+        "a term that is a sum",
+    ),
 }
 MEANS: dict[str, Any] = {
     "mean": lambda net, x, y: functional.cross_entropy(net(x), y),
@@ -387,6 +397,16 @@ MEANS: dict[str, Any] = {
     "as many tasks as samples": lambda net, x, _: torch.stack([net(x).square().mean()] * 3).sum(),
     "samples": of_samples,
     "divided": lambda net, x, y: functional.cross_entropy(net(x), y, reduction="sum") / len(x),
+    "divided terms": lambda net, x, y: (
+        (functional.cross_entropy(net(x), y, reduction="sum") - 0.5 * net(x).exp().sum()) / len(x)
+    ),
+    "a term divided": lambda net, x, y: (
+        functional.cross_entropy(net(x), y) + functional.cross_entropy(net(x), y, reduction="sum") / len(x)
+    ),
+    "a penalty": lambda net, x, y: (
+        functional.cross_entropy(net(x), y) + 0.1 * sum(each.square().sum() for each in net.parameters())
+    ),
+    "a norm as a penalty": lambda net, x, y: functional.cross_entropy(net(x), y) + net.weight.norm(),
     "sum of a criterion": ls.supervised(partial(functional.cross_entropy, reduction="sum")),
     "classes of a criterion": ls.supervised(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
     "weight": lambda net, x, y: ls.Loss(functional.cross_entropy(net(x), y, ignore_index=0), weight=(y != 0).sum()),
@@ -418,6 +438,13 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(case: str, num_devices: int) -
     (said,) = said_by(loss_fn, 4, num_devices)
     assert f"but returns {what}" in said
     assert said_by(loss_fn, 1, 1) == []
+
+
+def test_a_loss_of_thousands_of_terms_is_looked_through() -> None:
+    scores = X @ torch.randn(4, 3, requires_grad=True)
+    terms = [functional.cross_entropy(scores, Y), *[scores.mean()] * 3_000]
+    assert why_no_mean(sum(terms), len(X)) == ""  # type: ignore[arg-type]
+    assert why_no_mean(sum([*terms, ignoring(scores, Y)]), len(X)).startswith("a term that is")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", MEANS)

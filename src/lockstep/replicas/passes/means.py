@@ -21,18 +21,14 @@ OF_ONE_NUMBER: Final = frozenset(
 
 
 def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
-    """Return what a loss is if the last operation shows that it is no mean over its samples; otherwise nothing.
+    """Return what a loss is if its last operations show that it is no mean over its samples; otherwise nothing.
 
     Args:
         value: The loss, before backward.
         num_samples: The number of samples that it was computed from.
     """
-    node: Any = value.grad_fn
-    while node is not None and node.name().rstrip("0123456789") in UNCHANGED:
-        node = node.next_functions[0][0]
-    name = "" if node is None else node.name().rstrip("0123456789")
-    if getattr(node, "_saved_reduction", None) == REDUCED_BY_SUM:
-        return "a sum"
+    node = _changing(value.grad_fn)
+    name = _name(node)
     # What is computed from a single sample is its mean.
     if num_samples > 1 and name == "SumBackward" and [*node._saved_self_sym_sizes][:1] == [num_samples]:  # noqa: SLF001 - as below
         before = node.next_functions[0][0]
@@ -42,8 +38,48 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
     if num_samples > 1 and name in OF_ONE_NUMBER:
         return "a root, power, logarithm or exponential of one number"
     # On an accelerator the host would wait.
-    if name.startswith("NllLoss") and value.is_cpu:
-        total, targets = node._saved_total_weight, node._saved_target  # noqa: SLF001 - autograd has no public names
-        if float(total) != targets.numel():
-            return "a mean weighted by classes, or by the labels that are not ignored,"
+    terms, divisor = _terms(node, reads=value.is_cpu)
+    start = "a term that is " if len(terms) > 1 else ""
+    for term in terms:
+        # A sum that is divided by the number of samples is a mean.
+        if getattr(term, "_saved_reduction", None) == REDUCED_BY_SUM and divisor != num_samples:
+            return f"{start}a sum"
+        if _name(term).startswith("NllLoss") and value.is_cpu:
+            total, targets = term._saved_total_weight, term._saved_target  # noqa: SLF001 - autograd has no public names
+            if float(total) != targets.numel():
+                return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
     return ""
+
+
+def _name(node: Any) -> str:
+    """Return the name of a node without its number."""
+    return "" if node is None else str(node.name()).rstrip("0123456789")
+
+
+def _changing(node: Any) -> Any:
+    """Return the first node, from the result on, that leaves a sum no sum."""
+    while _name(node) in UNCHANGED:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _terms(node: Any, *, reads: bool) -> tuple[list[Any], float | None]:
+    """Return the nodes of the terms of a sum, and the number of terms by which it is divided, None if by none.
+
+    Args:
+        node: The node of the sum, or of a mean of its terms.
+        reads: Whether a number by which it is divided may be read.
+    """
+    divisor: float | None = None
+    if _name(node) == "DivBackward" and node.next_functions[1][0] is None:
+        number = node._saved_other  # noqa: SLF001 - as above
+        divisor = float(number) if reads and number.numel() == 1 else 0
+        node = node.next_functions[0][0]
+    left, terms = [node], list[Any]()
+    while left:
+        each = _changing(left.pop())
+        if _name(each) in {"AddBackward", "SubBackward"}:
+            left += [part for part, _ in each.next_functions]
+        elif each is not None:
+            terms.append(each)
+    return ([] if divisor not in {None, len(terms)} else terms), divisor
