@@ -403,6 +403,7 @@ MEANS: dict[str, Any] = {
     "a term divided": lambda net, x, y: (
         functional.cross_entropy(net(x), y) + functional.cross_entropy(net(x), y, reduction="sum") / len(x)
     ),
+    "probabilities": lambda net, x, y: functional.cross_entropy(net(x), functional.one_hot(y, 3).float()),
     "a penalty": lambda net, x, y: (
         functional.cross_entropy(net(x), y) + 0.1 * sum(each.square().sum() for each in net.parameters())
     ),

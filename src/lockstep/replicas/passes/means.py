@@ -71,10 +71,11 @@ def _terms(node: Any, *, reads: bool) -> tuple[list[Any], float | None]:
         reads: Whether a number by which it is divided may be read.
     """
     divisor: float | None = None
-    if _name(node) == "DivBackward" and node.next_functions[1][0] is None:
-        number = node._saved_other  # noqa: SLF001 - as above
-        divisor = float(number) if reads and number.numel() == 1 else 0
-        node = node.next_functions[0][0]
+    if _name(node) == "DivBackward":
+        (term, _), *others = node.next_functions
+        number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
+        is_constant = reads and number.numel() == 1 and not any(each for each, _ in others)
+        node, divisor = term, float(number) if is_constant else 0
     left, terms = [node], list[Any]()
     while left:
         each = _changing(left.pop())

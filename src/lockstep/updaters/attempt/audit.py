@@ -191,9 +191,13 @@ class Audit:
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
             found = compute(place[1]) if place[0] == self.rank else None
             votes.append((place, self._gather(found, exchange)))
+        return replace(Finding.of(self, votes), moved=self.moved())
+
+    def moved(self) -> list[str]:
+        """Return the names of generators, and of tensors beside the model, that have moved since the attempt began."""
         after = self.states()
         # Where the same shard was computed last before, what it leaves behind is the same again.
-        return replace(Finding.of(self, votes), moved=moved(self.before, after) or moved(self.began, after))
+        return moved(self.before, after) or moved(self.began, after)
 
     def _gather(self, own: Seals | None, exchange: Exchange | None) -> Seals | None:
         """Return the checksums that one of the ranks has."""

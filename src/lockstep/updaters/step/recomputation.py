@@ -162,9 +162,10 @@ class Recomputation:
             found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))
             if found:
                 both = " and ".join(str(each.index) for each in audit.neighbours.values())
+                changed = f" Meanwhile this changed: {', '.join(names)}." if (names := audit.moved()) else ""
                 raise OrderError(
                     f"Shards {both} of one of the first updates were computed once more, each in the thread of its "
-                    f"device and in turn after each operation, and {found}. {SHARED}"
+                    f"device and in turn after each operation, and {found}.{changed} {SHARED}"
                 ) from cause
 
     def _difference(
