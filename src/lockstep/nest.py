@@ -214,7 +214,9 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
     # A copy keeps what a call of the constructor would lose, such as the default of a defaultdict.
     if isinstance(container, MutableMapping):
         result = copy.copy(container)
-        result.update(zip(container, parts, strict=True))
+        # Not by `update`, which the outputs of models of transformers forbid.
+        for key, part in zip(list(container), parts, strict=True):
+            result[key] = part
         return result
     if isinstance(container, Mapping):
         return dict(zip(container, parts, strict=True))

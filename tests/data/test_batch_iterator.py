@@ -418,3 +418,16 @@ def test_batches_are_read_early_if_workers_load_them_in_advance(num_workers: int
         assert batches.peek_early(ahead, always=True) is batches.peek(ahead)
     assert batches.state_dict()["position"] == 0
     batches.finalize()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_grows_is_refused_at_the_end_of_an_epoch(num_workers: int) -> None:
+    samples = list(range(8))
+    batches = BatchIterator(samples, 4, num_workers=num_workers)
+    try:
+        next(batches)
+        samples.append(8)
+        with pytest.raises(ValueError, match=r"`dataset` must keep its number of samples \(8\).* has 9 now"):
+            list(islice(batches, 4))
+    finally:
+        batches.finalize()

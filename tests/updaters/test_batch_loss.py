@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -279,3 +281,33 @@ def test_a_decision_in_forward_that_falls_alike_is_warned_of() -> None:
     updater = updater_for(MLP, Placement(1), num_shards=4, loss_fn=ls.BatchLoss(forward, contrast))
     with finalized(updater), pytest.warns(ls.RandomStreamWarning, match="draws from Python's `random`"):
         updater.update()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_generator_in_the_criterion_is_warned_of(kind: str, *, direct: bool) -> None:
+    python = random.Random(5)  # noqa: S311 - no secrets
+    made: Any = {"torch": torch.Generator(), "numpy": np.random.default_rng(5), "python": python}[kind]
+
+    def permutation(size: int) -> torch.Tensor:
+        if kind == "torch":
+            return torch.randperm(size, generator=made)
+        return torch.tensor(made.permutation(size) if kind == "numpy" else made.sample(range(size), size))
+
+    def triplets(outputs: torch.Tensor) -> torch.Tensor:
+        return functional.triplet_margin_loss(outputs, 2 * outputs, outputs[permutation(len(outputs))] + 1)
+
+    def triplets_of(outputs: torch.Tensor, generator: object = made) -> torch.Tensor:
+        assert generator is made
+        return triplets(outputs)
+
+    model = nn.Linear(4, 3)
+    loss_fn = ls.BatchLoss(lambda model, x: model(x), triplets_of if direct else triplets)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with finalized(ls.ParallelUpdater([torch.randn(8, 4)], optimizer, model, loss_fn=loss_fn, num_shards=2)) as updater:
+        name = "a `torch.Generator` of your own" if kind == "torch" else "a generator of Python or NumPy of your own"
+        with pytest.warns(ls.RandomStreamWarning, match=name):
+            updater.update()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            updater.update()

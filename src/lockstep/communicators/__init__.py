@@ -41,4 +41,7 @@ from lockstep.communicators.process import (
     find_communicator as find_communicator,
 )
 from lockstep.communicators.sums import SmallSum as SmallSum
-from lockstep.communicators.transport import MessageTable as MessageTable
+from lockstep.communicators.transport import (
+    MessageTable as MessageTable,
+    refusing_collectives as refusing_collectives,
+)

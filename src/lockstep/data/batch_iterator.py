@@ -421,6 +421,13 @@ class BatchIterator(Iterator):
 
     def _next_order(self, cursor: Cursor) -> Order:
         """Return the order of the epoch after that of a cursor."""
+        if len(self._dataset) != self._num_samples:
+            raise ValueError(
+                f"`dataset` must keep its number of samples ({self._num_samples}), because the orders of epochs depend "
+                f"on it, but has {len(self._dataset)} now. For one that grows, pass an iterable that draws batches of "
+                "it; or at the end of an epoch, create an iterator and an updater, and load the state of this one into "
+                "that."
+            )
         if self.order_sampler is None:
             return self._seeded_order(cursor.epoch + 1, self.seed)
         return self._sampled_order(torch.as_tensor(cursor.order).tolist(), cursor.position, self.order_sampler)

@@ -135,7 +135,10 @@ def compares_objects(code: CodeType) -> bool:
     return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
 
 
-GENERATORS: Final = ("Python's `random`", "`numpy.random`", "a `torch.Generator` of your own")
+GENERATORS: Final = (
+    *("Python's `random`", "`numpy.random`"),
+    *("a `torch.Generator` of your own", "a generator of Python or NumPy of your own"),
+)
 """The generators whose states are compared."""
 
 
@@ -143,17 +146,21 @@ def generator_states(functions: Iterable[object], models: Iterable[nn.Module] = 
     """Return the states of generators by name: Python's, that of NumPy if it is imported, and torch's.
 
     Args:
-        functions: Functions and objects, whose own generators count as well, if they refer to them directly.
+        functions: Functions and objects, whose own generators count as well, if they refer to them directly, or by a
+            function that they call.
         models: The models, of which the generators in attributes count as well.
     """
     held = [each for function in functions for each in references(function)]
+    held += [value for each in held if type(each) is FunctionType for value in references(each)]
     held += [value for model in models for each in model.modules() for value in vars(each).values()]
-    python, of_numpy, of_torch = GENERATORS
+    python, of_numpy, of_torch, others = GENERATORS
     found: dict[str, object] = {python: random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         # The array of the state is the generator's copy, and arrays do not compare as one value.
         found[of_numpy] = pickle.dumps(numpy.random.get_state(legacy=False))
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator, numpy.random.RandomState)
+    found[others] = pickle.dumps([each for each in held if type(each) in kinds])
     found[of_torch] = [each.get_state().tolist() for each in held if type(each) is torch.Generator]
     return found
 
@@ -184,7 +191,7 @@ class StepDraws:
         before = generator_states(functions)
         yield
         names = moved(before, generator_states(functions))
-        if names:
+        if names and not self.has_warned:
             self.has_warned = True
             warnings.warn(
                 f"The optimizer, a hook, the step function or a BatchLoss drew from {' and '.join(names)}. A saved "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -10,13 +11,16 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.communicators import Communicator
+from lockstep.communicators import Communicator, refusing_collectives
 from lockstep.digest import checksum
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas import check_leaves, foreign_leaves
 from lockstep.tree import Tensors
 from lockstep.updaters.loss import BatchLoss, Loss, LossFunction, check_loss
+
+_WHY = "It is given the outputs of all ranks, and its result counts once. Remove the call."
+"""Why a criterion sends nothing itself."""
 
 
 class GatheredBatch:
@@ -74,6 +78,7 @@ class GatheredBatch:
             TypeError: If the criterion did not return a loss.
             ValueError: If shards returned outputs of different structures or shapes, the loss cannot be used, or the
                 criterion has parameters that the model lacks.
+            OrderError: If the criterion calls a collective.
         """
         parts = self._parts
         if communicator.size > 1:
@@ -86,7 +91,8 @@ class GatheredBatch:
         merged = _merged([(samples, outputs) for samples, outputs, _ in in_order], device)
         leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
         rest, wanted = iter(leaves), [leaf for leaf in leaves if leaf.requires_grad]
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        sends = refusing_collectives("The criterion of a BatchLoss", _WHY) if communicator.size > 1 else nullcontext()
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False), sends:
             returned = self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1]))
         loss = check_loss(returned, training=bool(wanted))
         # What the criterion created is to end with its graph, below.

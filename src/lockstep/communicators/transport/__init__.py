@@ -5,6 +5,7 @@ from lockstep.communicators.transport.channel import (
     Channel as Channel,
     PeerTensor as PeerTensor,
     PostedWork as PostedWork,
+    refusing_collectives as refusing_collectives,
 )
 from lockstep.communicators.transport.messages import (
     ROW_ALIGNMENT as ROW_ALIGNMENT,

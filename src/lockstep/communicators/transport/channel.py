@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -202,6 +202,32 @@ class Channel:
             "torch.distributed in a loss function.",
             rank=rank,
         )
+
+
+@contextmanager
+def refusing_collectives(who: str, why: str) -> Iterator[None]:
+    """Check that nothing is sent by torch.distributed inside the ``with`` block.
+
+    Args:
+        who: What runs there, the beginning of a sentence.
+        why: The reason and the cure, a sentence.
+
+    Raises:
+        OrderError: If something was sent, at the end of the block.
+    """
+    before = _numbers_sent()
+    yield
+    if _numbers_sent() != before:
+        raise OrderError(
+            f"{who} must call no collective of torch.distributed, such as all_reduce or all_gather, also under "
+            f"`if dist.is_initialized():`. {why}"
+        )
+
+
+def _numbers_sent() -> list[int]:
+    """Return how often each group of this process has sent or received something."""
+    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()  # noqa: SLF001 - no public list
+    return [each._get_sequence_number_for_group() for each in groups]  # noqa: SLF001 - as above
 
 
 def spin_seconds_for(num_ranks: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -46,10 +46,8 @@ class StepStream:
             attempt: The attempt that draws; None for a step function.
             functions: What may draw from another generator.
         """
-        watched = self._is_first() and not self._draws.has_warned
-        watching = self._draws.watching(functions) if watched else nullcontext()
         if self._is_open:
-            with watching:
+            with self.watching(functions):
                 yield
             return
         # The first audit also looks at what steps.
@@ -67,9 +65,18 @@ class StepStream:
                 stream.resume(attempt.stream_position)
             self._is_open = True
             try:
-                with watching:
+                with self.watching(functions):
                     yield
             finally:
                 self._is_open = False
                 if attempt is not None:
                     attempt.stream_position = stream.position()
+
+    def watching(self, functions: Sequence[object]) -> AbstractContextManager[None]:
+        """Return a context manager that warns of other generators in the first updates.
+
+        Args:
+            functions: What may draw from another generator.
+        """
+        watched = self._is_first() and not self._draws.has_warned
+        return self._draws.watching(functions) if watched else nullcontext()

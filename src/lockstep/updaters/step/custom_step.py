@@ -195,7 +195,8 @@ class CustomStep:
             scale = self._training.scale
             asked = replace(request, shard_loss=gathered.collect, gathers=True)
             self._run(Attempt(asked, scale, scale, given_batches=[batch], no_retry=True), context)
-            with self._coordinator.reporting_errors():
+            watching = self._committer.stream.watching([request.loss_fn.criterion])
+            with self._coordinator.reporting_errors(), watching:
                 gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])
             if engine.is_first:
                 engine.auditor.warn_of_draws(moved(drawn_before, generator_states([request.loss_fn.forward])))

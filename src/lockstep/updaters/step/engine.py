@@ -9,7 +9,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
 
-from lockstep.communicators import Watch
+from lockstep.communicators import Watch, refusing_collectives
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.replicas import (
@@ -84,6 +84,11 @@ CHECKED_AGAIN: Final = 8
 """The number of updates after which another one is audited, as after 16, 32, 64, ...: what a program does wrong may
 begin later, such as in a second phase of its loss."""
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+WHY_NOT_TO_SEND: Final = (
+    "They are called for each shard of a batch, of which each rank has its own number. Remove the call, and compute a "
+    "loss over the whole batch by a BatchLoss."
+)
+"""Why shards send nothing themselves."""
 
 
 class GradientEngine:
@@ -380,13 +385,17 @@ class GradientEngine:
             # So that nothing is changed by chance before `side_by_side`. A device that waits would count as hung.
             compute = one_at_a_time(compute)
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        with refusing_writes(self.replicas) if self.training.iteration == self._audited else NO_CONTEXT:
-            self.streams.run(
-                partial(self.replicas.run, compute, settings=context.settings),
-                seed=self.recipe.seed,
-                first=self.first_stream(request.computation),
-                parallel=self.replicas.wants_threads(device_shards),
-            )
+        checks = self.training.iteration == self._audited
+        # Gradients of an attempt after an overflow may be sent meanwhile.
+        alone = checks and self.ranks is not None and attempt.gradient_context.early_send is None
+        with refusing_writes(self.replicas) if checks else NO_CONTEXT:
+            with refusing_collectives("`loss_fn` and the model", WHY_NOT_TO_SEND) if alone else NO_CONTEXT:
+                self.streams.run(
+                    partial(self.replicas.run, compute, settings=context.settings),
+                    seed=self.recipe.seed,
+                    first=self.first_stream(request.computation),
+                    parallel=self.replicas.wants_threads(device_shards),
+                )
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))
                 self._again().side_by_side(attempt, attempt.audit, context)
