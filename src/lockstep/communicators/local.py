@@ -27,6 +27,9 @@ class LocalCommunicator(Communicator):
     (0, 1, [b'alone'])
     """
 
+    rank = 0
+    size = 1
+
     def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
         super().__init__(check_every=check_every, differing_models=differing_models)
         self._watch = Watch()
@@ -35,16 +38,6 @@ class LocalCommunicator(Communicator):
     def watch(self) -> Watch:
         """A watch over no other ranks."""
         return self._watch
-
-    @property
-    def rank(self) -> int:
-        """The index of this process, always 0."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """The number of processes, always 1."""
-        return 1
 
     def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:  # noqa: ARG002 - already holds the only body
         """Return the message itself. A table already holds the only body."""

@@ -381,7 +381,6 @@ class BatchIterator(Iterator):
                 f"`num_sections` should be a multiple of the number of shards, and `batch_size` of `num_sections`, got "
                 f"{parts.num_sections} for {self.batch_size} samples: {shared} of the sections are read by another "
                 "process, too. The result is the same.",
-                UserWarning,
                 stacklevel=2,
             )
 

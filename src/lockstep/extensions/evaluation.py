@@ -55,6 +55,7 @@ class ShardArguments:
     target: Any = None
 
 
+@dataclass(eq=False)
 class Evaluation:
     """One pass over the batches of an evaluation.
 
@@ -67,25 +68,18 @@ class Evaluation:
         target: The key of the target if a batch is a dict.
     """
 
-    def __init__(
-        self,
-        runner: InferenceRunner,
-        metrics: Mapping[str, ShardMetric],
-        *,
-        loss_fn: LossFunction | None,
-        output: Callable[[Any], Any] | None,
-        converter: Converter | None,
-        target: str | None,
-    ) -> None:
-        self._runner = runner
-        self._metrics = metrics
-        self._loss_fn = loss_fn
-        self._output = output
-        self._target = target
-        self._pass = DataPass(runner, converter, name="iterator")
-        self._alone = runner.communicator.size == 1
-        self._gathered = [] if self._alone else [each for each in metrics.values() if each.rule == "gather"]
-        self._local = [each for each in metrics.values() if each not in self._gathered]
+    runner: InferenceRunner
+    metrics: Mapping[str, ShardMetric]
+    loss_fn: LossFunction | None
+    output: Callable[[Any], Any] | None
+    converter: Converter | None
+    target: str | None
+
+    def __post_init__(self) -> None:
+        self._pass = DataPass(self.runner, self.converter, name="iterator")
+        self._alone = self.runner.communicator.size == 1
+        self._gathered = [each for each in self.metrics.values() if each.rule == "gather" and not self._alone]
+        self._local = [each for each in self.metrics.values() if each not in self._gathered]
         # The last output of each replica's network, so that the run of the loss function serves the metrics too.
         self._outputs: dict[int, Any] = {}
         self._reports: list[tuple[int, ShardReport]] = []
@@ -102,10 +96,10 @@ class Evaluation:
             The means of the loss and of all reported values by name, and the values of the metrics.
         """
         with self._pass.running(), ExitStack() as hooks:
-            for metric in self._metrics.values():
-                metric.move(self._runner.replicas.devices[0])
+            for metric in self.metrics.values():
+                metric.move(self.runner.replicas.devices[0])
                 metric.reset()
-            for place, network in enumerate(self._pass.networks if self._metrics else ()):
+            for place, network in enumerate(self._pass.networks if self.metrics else ()):
                 hooks.callback(network.register_forward_hook(partial(self._record, place)).remove)
             for results in self._pass.results(self._until_stopped(batches()), self._compute, self._arguments):
                 self._add(results)
@@ -137,9 +131,9 @@ class Evaluation:
     def _arguments(self, tensors: Any) -> ShardArguments:
         """Return the tensors of a shard as arguments of the loss function and of the model."""
         args, kwargs = call_arguments(tensors)
-        if not self._metrics:
+        if not self.metrics:
             return ShardArguments(args, kwargs)
-        target = self._target
+        target = self.target
         if target is not None and target in kwargs:
             inputs = dict(kwargs)
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
@@ -156,16 +150,16 @@ class Evaluation:
         network = self._pass.networks[place]
         # A loss function that does not run the model must not leave the metrics the output of the previous shard.
         self._outputs.pop(place, None)
-        returned = None if self._loss_fn is None else self._loss_fn(network, *given.args, **given.kwargs)
-        if not self._metrics:
+        returned = None if self.loss_fn is None else self.loss_fn(network, *given.args, **given.kwargs)
+        if not self.metrics:
             return returned, None
         if place in self._outputs:
             output = self._outputs[place]
         else:
-            inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._runner.precision)
+            inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self.runner.precision)
             output = network(*inputs, **named_inputs)
         self._outputs.pop(place, None)
-        output = output if self._output is None else self._output(output)
+        output = output if self.output is None else self.output(output)
         # Metrics compute in float32, which holds every value of the narrower formats.
         return returned, nest.map_tensors(_in_float32, output)
 
@@ -173,7 +167,7 @@ class Evaluation:
         """Return what a shard measured, or None for a shard of weight 0, which takes no part as in an update."""
         shard, num_samples, reports = result.shard, len(result.shard.samples), dict(result.reports)
         # A validation step of Lightning may log its loss, and return nothing.
-        has_loss = self._loss_fn is not None and not (returned is None and reports)
+        has_loss = self.loss_fn is not None and not (returned is None and reports)
         self._has_loss.add(has_loss)
         if not has_loss:
             return ShardReport(shard.index, num_samples, torch.zeros((), device="cpu"), reports)
@@ -186,14 +180,14 @@ class Evaluation:
 
     def _update(self, metrics: Sequence[ShardMetric], outcomes: Sequence[Outcome]) -> None:
         """Update metrics with shards in order."""
-        device = self._runner.replicas.devices[0]
+        device = self.runner.replicas.devices[0]
         for key, output, target in outcomes if metrics else ():
             here = nest.map_tensors(lambda each: each.to(device), (output, target))
             for metric in metrics:
                 try:
                     metric.add(key, *here)
                 except Exception as error:
-                    if self._output is not None or isinstance(output, torch.Tensor):
+                    if self.output is not None or isinstance(output, torch.Tensor):
                         raise
                     raise TypeError(
                         f"`output` must pick what metrics see of the output of the model, which is a "
@@ -209,7 +203,7 @@ class Evaluation:
             own["reports"] = nest.map_tensors(torch.Tensor.cpu, self._reports)
         own["parts"] = {
             name: metric.parts()
-            for name, metric in self._metrics.items()
+            for name, metric in self.metrics.items()
             # A single process has counted everything in the metric itself.
             if not (self._alone and metric.rule == "count")
         }
@@ -224,13 +218,13 @@ class Evaluation:
             everything = [entry for each in by_rank for entry in each["reports"]]
             self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
         for name in own["parts"]:
-            self._metrics[name].merge([each["parts"][name] for each in by_rank])
-        return self._means(has_loss=True in answers), {name: metric.compute() for name, metric in self._metrics.items()}
+            self.metrics[name].merge([each["parts"][name] for each in by_rank])
+        return self._means(has_loss=True in answers), {name: metric.compute() for name, metric in self.metrics.items()}
 
     def _means(self, *, has_loss: bool) -> dict[str, Mean | float]:
         """Return the means over all batches, of which each counts as in an update."""
         averages: dict[str, Average] = {}
-        loss_fn = self._loss_fn
+        loss_fn = self.loss_fn
         summed = loss_fn is not None and is_summed(loss_fn)
         if has_loss:
             averages["loss"] = Average()

@@ -50,6 +50,9 @@ class LogReport(Extension):
             learning rates. Here and in `sums`, a name also stands for every name that ends with ``"/"`` and that name.
         required: Whether a line that cannot be written ends the run by a `SideFileError`.
 
+    Attributes:
+        num_entries: The number of entries so far.
+
     Raises:
         NonFiniteError: At the end of an interval, if `max_skipped` updates in a row were skipped and only a device
             knew.
@@ -77,7 +80,7 @@ class LogReport(Extension):
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
         self._writes = False
-        self._num_entries = 0
+        self.num_entries = 0
         self._last: LogEntry = {}
         # Of the lines of a log that is resumed, none is parsed before something asks for the entries.
         self._entries: list[LogEntry] = []
@@ -89,14 +92,9 @@ class LogReport(Extension):
     @property
     def log(self) -> list[LogEntry]:
         """All entries so far, including those before the run was resumed, in a new list."""
-        if len(self._entries) < self._num_entries:
+        if len(self._entries) < self.num_entries:
             self._entries = [_entry(json.loads(line)) for line in self._file.content.splitlines()]
         return list(self._entries)
-
-    @property
-    def num_entries(self) -> int:
-        """The number of entries."""
-        return self._num_entries
 
     def collect(self, trainer: Trainer) -> None:
         """Add the observation of one update to the averages; nothing is read from the device."""
@@ -116,9 +114,9 @@ class LogReport(Extension):
         entry.update(self._means.compute())
         line = _line(entry)
         (self._file.append if self._writes else self._file.add)(line)
-        if len(self._entries) == self._num_entries:
+        if len(self._entries) == self.num_entries:
             self._entries.append(entry)
-        self._num_entries, self._last = self._num_entries + 1, entry
+        self.num_entries, self._last = self.num_entries + 1, entry
         self._means.clear()
 
     def prepare(self, trainer: Trainer) -> None:
@@ -177,12 +175,12 @@ class LogReport(Extension):
     @property
     def _where(self) -> dict[str, Any]:
         """The number of entries and the last one, and the position of the file."""
-        return {"entries": self._num_entries, "last": self._last, "position": self._file.position}
+        return {"entries": self.num_entries, "last": self._last, "position": self._file.position}
 
     def _begin(self, content: bytes) -> None:
         """Begin with the lines of an earlier run."""
         self._file.begin(content)
-        self._num_entries, self._entries = content.count(b"\n"), []
+        self.num_entries, self._entries = content.count(b"\n"), []
         self._last = _entry(json.loads(content.splitlines()[-1])) if content else {}
 
 

@@ -117,6 +117,10 @@ class MasterWeights:
     Args:
         optimizer: The optimizer. Its parameters in float32 and float64 are updated as usual.
 
+    Attributes:
+        optimizer: The optimizer that updates the master weights.
+        active: Whether the master weights replace the parameters at the moment.
+
     Raises:
         TypeError: If `optimizer` is not a `torch.optim.Optimizer`.
 
@@ -134,21 +138,11 @@ class MasterWeights:
     def __init__(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"`optimizer` must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._state: object = optimizer.state
-        self._active = False
+        self.active = False
         self.refresh()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that updates the master weights."""
-        return self._optimizer
-
-    @property
-    def active(self) -> bool:
-        """Whether the master weights replace the parameters at the moment."""
-        return self._active
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the master weight of a parameter.
@@ -191,10 +185,10 @@ class MasterWeights:
         Returns:
             What the closure returned, or what the optimizer returned if there is no closure.
         """
-        if closure is not None and asks_for_closure(self._optimizer):
+        if closure is not None and asks_for_closure(self.optimizer):
             self.refresh()
             with self.replacing_parameters():
-                return self._optimizer.step(partial(self._gradients_at_masters, closure))
+                return self.optimizer.step(partial(self._gradients_at_masters, closure))
         loss = None
         if closure is not None:
             # The closure is called here and not by the optimizer: in a step the model would compute gradients for the
@@ -203,7 +197,7 @@ class MasterWeights:
                 loss = closure()
         self.copy_gradients()
         with self.replacing_parameters():
-            returned = self._optimizer.step()
+            returned = self.optimizer.step()
         return returned if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -212,7 +206,7 @@ class MasterWeights:
         Args:
             set_to_none: Whether to set them to None instead of zero.
         """
-        self._optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def copy_gradients(self) -> None:
@@ -220,7 +214,7 @@ class MasterWeights:
 
         Within `replacing_parameters` this does nothing, because the master weights have gradients already.
         """
-        if self._active:
+        if self.active:
             return
         self.refresh()
         for parameter, master in self._masters.items():
@@ -236,7 +230,7 @@ class MasterWeights:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that a step would use, after `copy_gradients`."""
-        return gradients_of(self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer))
+        return gradients_of(self._masters.get(parameter, parameter) for parameter in parameters_of(self.optimizer))
 
     @contextmanager
     def replacing_parameters(self) -> Iterator[None]:
@@ -254,7 +248,7 @@ class MasterWeights:
 
     def drop_gradients(self) -> None:
         """Free the gradients of the master weights, unless a step is in progress."""
-        for master in self._masters.values() if not self._active else ():
+        for master in self._masters.values() if not self.active else ():
             master.grad = None
 
     @torch.no_grad()
@@ -263,7 +257,7 @@ class MasterWeights:
 
         Within `replacing_parameters` this does nothing, because the optimizer holds the master weights themselves.
         """
-        if self._active:
+        if self.active:
             return
         ours = list(self._in_half_precision().values())
         # Parameters that have left the optimizer must not keep their master weights.
@@ -284,8 +278,8 @@ class MasterWeights:
     def _follow_load(self) -> None:
         """Convert the state of the optimizer to float32 again if the optimizer has loaded another one."""
         # An optimizer that loads a state replaces the dictionary.
-        if self._state is not self._optimizer.state:
-            self._state = self._optimizer.state
+        if self._state is not self.optimizer.state:
+            self._state = self.optimizer.state
             for parameter in self._masters:
                 self._cast_state(parameter, torch.float32)
 
@@ -299,7 +293,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, and the master weights by the index of their parameter."""
-        return {"optimizer": self._optimizer.state_dict(), "masters": self.saved_masters()}
+        return {"optimizer": self.optimizer.state_dict(), "masters": self.saved_masters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state.
@@ -315,14 +309,14 @@ class MasterWeights:
         check_keys(state, ["optimizer", "masters"], of="MasterWeights")
         self.check_masters(state["masters"])
         with self.loading():
-            self._optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.load_masters(state["masters"])
 
     def saved_masters(self) -> dict[int, Tensor]:
         """Return the master weights by the index of their parameter among all parameters of the optimizer."""
         return {
             index: self._masters[parameter].detach()
-            for index, parameter in enumerate(parameters_of(self._optimizer))
+            for index, parameter in enumerate(parameters_of(self.optimizer))
             if parameter in self._masters
         }
 
@@ -348,7 +342,7 @@ class MasterWeights:
             saved: Master weights that `saved_masters` returned.
         """
         self.refresh()
-        for index, parameter in enumerate(parameters_of(self._optimizer)):
+        for index, parameter in enumerate(parameters_of(self.optimizer)):
             if parameter in self._masters and index in saved:
                 self._masters[parameter].copy_(saved[index])
 
@@ -366,7 +360,7 @@ class MasterWeights:
         """Return the parameters that need a master weight, by their index among all parameters of the optimizer."""
         return {
             index: parameter
-            for index, parameter in enumerate(parameters_of(self._optimizer))
+            for index, parameter in enumerate(parameters_of(self.optimizer))
             if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
         }
 
@@ -375,21 +369,21 @@ class MasterWeights:
         """Return a context in which the groups of the optimizer hold the master weights."""
         back: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.items()}
         self._replace(self._masters)
-        self._active = True
+        self.active = True
         try:
             yield
         finally:
             # The tensors are searched for, because an optimizer that has loaded a state holds other groups and another
             # state.
-            self._active = False
+            self.active = False
             self._replace(back)
 
     def _replace(self, others: Mapping[Tensor, Tensor]) -> None:
         """Replace tensors in the groups of the optimizer, and as keys of its state, in order."""
         if not others:
             return
-        state = self._optimizer.state
-        for group in self._optimizer.param_groups:
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
             for index, old in enumerate(group["params"]):
                 new = others.get(old, old)
                 group["params"][index] = new
@@ -401,14 +395,14 @@ class MasterWeights:
     def _gradients_at_masters(self, closure: Callable[[], Any]) -> Any:
         """Call a closure with the parameters at the current master weights, and copy the gradients to these."""
         self._write_back()
-        self._active = False
+        self.active = False
         # The closure may call `zero_grad`, which must find the parameters in the groups.
         self._replace({master: parameter for parameter, master in self._masters.items()})
         try:
             loss = closure()
         finally:
             self._replace(self._masters)
-            self._active = True
+            self.active = True
         for parameter, master in self._masters.items():
             master.grad = _gradient_for(master, parameter)
         return loss
@@ -428,7 +422,7 @@ class MasterWeights:
 
     def _cast_state(self, parameter: Tensor, dtype: torch.dtype) -> None:
         """Convert the elementwise state of a parameter to another dtype."""
-        state: dict[str, Any] = dict.get(self._optimizer.state, parameter, {})
+        state: dict[str, Any] = dict.get(self.optimizer.state, parameter, {})
         for key, value in state.items():
             # torch's optimizers count steps in a tensor, which has the shape of a 0-d parameter.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:

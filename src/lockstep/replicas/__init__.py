@@ -16,7 +16,6 @@ from lockstep.replicas.buffers import (
     BufferRef as BufferRef,
     BufferRules as BufferRules,
     BufferSum as BufferSum,
-    ReplicaBuffers as ReplicaBuffers,
     as_real as as_real,
     buffer_refs as buffer_refs,
     check_buffers as check_buffers,

@@ -10,7 +10,35 @@ from lockstep.state import check_keys
 from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, num_completed, position, reached
 
 
-class Interval(Trigger):
+class _Passing(Trigger):
+    """A trigger that compares the position of a run with that at the last call.
+
+    Args:
+        unit: The unit of the position.
+
+    Raises:
+        ValueError: If the unit is unknown.
+    """
+
+    _saved = ("previous",)
+
+    def __init__(self, unit: Unit) -> None:
+        check_choice("unit", unit, get_args(Unit))
+        self.unit: Unit = unit
+        self._previous: float | None = None
+
+    def initialize(self, progress: Progress) -> None:
+        """Leave out what was passed before the current position, unless the trigger was called before."""
+        if self._previous is None:
+            self._previous = position(progress, self.unit)
+
+    def _move(self, progress: Progress) -> tuple[float, float]:
+        """Return the position at the last call, and the current one."""
+        previous, self._previous = self._previous or 0, position(progress, self.unit)
+        return previous, self._previous
+
+
+class Interval(_Passing):
     """Fires whenever another period has been completed since the last call.
 
     With position x, position x' at the last call and period p, it fires if ``floor(x / p) != floor(x' / p)``.
@@ -27,30 +55,20 @@ class Interval(Trigger):
     reads its own clock.
     """
 
-    _saved = ("previous",)
-
     def __init__(self, period: float, unit: Unit) -> None:
-        check_choice("unit", unit, get_args(Unit))
+        super().__init__(unit)
         check_number("period", period, above=0)
         if unit in ("iteration", "update") and period != int(period):
             raise ValueError(f"`period` must be a whole number of iterations, got {period}.")
         self.period = period
-        self.unit: Unit = unit
-        self._previous: float | None = None
 
     def __repr__(self) -> str:
         return repr((self.period, self.unit))
 
     def __call__(self, progress: Progress) -> bool:
         """Return whether a period was completed since the last call."""
-        current, previous = position(progress, self.unit), self._previous or 0
-        self._previous = current
+        previous, current = self._move(progress)
         return num_completed(current, self.period) != num_completed(previous, self.period)
-
-    def initialize(self, progress: Progress) -> None:
-        """Count periods from the current position, unless the trigger was called before."""
-        if self._previous is None:
-            self._previous = position(progress, self.unit)
 
     @property
     def limit(self) -> tuple[float, Unit]:
@@ -62,7 +80,7 @@ class Interval(Trigger):
         return num_completed(position(progress, self.unit), self.period) > 0
 
 
-class ManualSchedule(Trigger):
+class ManualSchedule(_Passing):
     """Fires if at least one of its points has been passed since the last call.
 
     A point counts as passed when the position of a run equals it.
@@ -75,27 +93,17 @@ class ManualSchedule(Trigger):
         ValueError: If there is no point, one is out of range, or the unit is unknown.
     """
 
-    _saved = ("previous",)
-
     def __init__(self, points: float | Sequence[float], unit: Unit) -> None:
-        check_choice("unit", unit, get_args(Unit))
+        super().__init__(unit)
         several = points if isinstance(points, Sequence) else [points]
         if not several or not all(point > 0 for point in several):
             raise ValueError(f"`points` must be one or more numbers above 0, got {points}.")
         self.points = tuple(sorted(several))
-        self.unit: Unit = unit
-        self._previous: float | None = None
 
     def __call__(self, progress: Progress) -> bool:
         """Return whether a point was passed since the last call."""
-        current, previous = position(progress, self.unit), self._previous or 0
-        self._previous = current
+        previous, current = self._move(progress)
         return any(reached(current, point) and not reached(previous, point) for point in self.points)
-
-    def initialize(self, progress: Progress) -> None:
-        """Skip the points before the current position, unless the trigger was called before."""
-        if self._previous is None:
-            self._previous = position(progress, self.unit)
 
     def stays_fired(self, progress: Progress) -> bool:
         """Return whether a point has been passed."""

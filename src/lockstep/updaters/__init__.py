@@ -4,7 +4,7 @@ from lockstep.updaters.compute import (
     Clock as Clock,
     ShardFunction as ShardFunction,
     ShardResult as ShardResult,
-    Times as Times,
+    Stopwatch as Stopwatch,
 )
 from lockstep.updaters.loss import (
     BatchLoss as BatchLoss,

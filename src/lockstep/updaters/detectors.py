@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dis import get_instructions
 from functools import partial
@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning, RandomStreamWarning
+from lockstep.errors import DeterminismWarning
 from lockstep.nest import attributes, listed
 from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup import NamedLoss
@@ -172,35 +172,6 @@ def moved(before: dict[str, object], after: dict[str, object]) -> list[str]:
     ['b']
     """
     return [name for name, state in before.items() if name in after and after[name] != state]
-
-
-class StepDraws:
-    """Warns once if an optimizer or a hook draws from a generator whose state is not saved."""
-
-    def __init__(self) -> None:
-        self.has_warned = False
-        """Whether the warning has been given."""
-
-    @contextmanager
-    def watching(self, functions: Iterable[object]) -> Iterator[None]:
-        """Warn if a generator has moved at the end.
-
-        Args:
-            functions: The optimizers and hooks that are called.
-        """
-        before = generator_states(functions)
-        yield
-        names = moved(before, generator_states(functions))
-        if names and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                f"The optimizer, a hook, the step function or a BatchLoss drew from {' and '.join(names)}. A saved "
-                "state does not hold the generator, so that a resumed run would draw other numbers. Draw from torch "
-                "instead, without `generator=`: its random stream belongs to the update. Or create a generator in the "
-                "step, seeded from torch: random.Random(torch.randint(2**31, ()).item()).",
-                RandomStreamWarning,
-                stacklevel=2,
-            )
 
 
 MOST_LEVELS: Final = 3

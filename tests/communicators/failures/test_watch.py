@@ -68,7 +68,7 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
         gather(watches)
         await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
         heartbeat_of(watches[1])._stopping = True  # its thread ends, and tells nobody
-        heartbeat_of(watches[1])._store = _Lost()
+        heartbeat_of(watches[1]).store = _Lost()
         assert watches[0]._failure_found.wait(LONG)
         with pytest.raises(ls.PeerError, match=r"Rank 1 has been silent for 0.75 s.*the phase 'optimizer'"):
             watches[0].check()
@@ -187,7 +187,7 @@ def test_a_rank_that_was_heard_long_ago_is_dead_if_it_does_not_answer(stores: li
         assert watches[0].explain() is not None, "rank 1 does not wait"
         numbers = [_beat(watches[0], rank).number for rank in (1, 2)]
         await_true(lambda: heartbeat_of(watches[2]).rounds > max(numbers) + 1)
-        heartbeat_of(watches[2])._store = _Lost()
+        heartbeat_of(watches[2]).store = _Lost()
         heartbeat_of(watches[2])._stopping = True
         error = watches[0].explain()
         assert error is not None
@@ -201,7 +201,7 @@ def test_a_store_that_is_gone_is_a_failure_of_its_host_only_if_a_call_has_failed
     watches = [Watch(store, rank, 2, store_rank=0) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
-        heartbeat_of(watches[1])._store = _Lost()
+        heartbeat_of(watches[1]).store = _Lost()
         await_true(lambda: heartbeat_of(watches[1]).store_lost)
         watches[1].check()
         error = watches[1].explain()
@@ -218,7 +218,7 @@ def test_a_store_that_does_not_answer_is_a_failure_of_its_host(stores: list[dist
     stuck = _Stuck()
     try:
         gather(watches)
-        heartbeat_of(watches[1])._store = stuck
+        heartbeat_of(watches[1]).store = stuck
         error = watches[1].explain()
         assert error is not None
         assert str(error).startswith("Rank 0 has been silent for 1.5 s: it was stopped, or cannot be reached.")

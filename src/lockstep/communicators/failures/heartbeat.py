@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lockstep.communicators.failures.failure import Failure
@@ -53,6 +54,7 @@ class Beat(NamedTuple):
     ended: bool = False
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """A thread that writes the heartbeats of this rank and reads those of others.
 
@@ -74,17 +76,15 @@ class Heartbeat:
         store_lost: Whether the connection to the store is gone.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        *,
-        status: Callable[[], tuple[bool, str]],
-        max_unchanged: int,
-        store_rank: int | None,
-        on_failure: Callable[[Failure], None],
-    ) -> None:
+    store: Store
+    rank: int
+    size: int
+    status: Callable[[], tuple[bool, str]]
+    max_unchanged: int
+    store_rank: int | None
+    on_failure: Callable[[Failure], None]
+
+    def __post_init__(self) -> None:
         self.joined = threading.Event()
         self.answered = threading.Event()
         self.beats: dict[int, Beat | None] = {}
@@ -92,16 +92,10 @@ class Heartbeat:
         self.rounds = 0
         self.store_lost = False
         self._unchanged_reads: dict[int, int] = {}
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._status = status
-        self._max_unchanged = max_unchanged
-        self._store_rank = store_rank
-        self._on_failure = on_failure
-        self._others = [other for other in range(size) if other != rank]
+        self._others = [other for other in range(self.size) if other != self.rank]
         # The host of the store is read by every rank: its end takes the store, and with it all reports, away.
-        self._neighbors = sorted({(rank + 1) % size, rank if store_rank is None else store_rank} - {rank})
+        host = self.rank if self.store_rank is None else self.store_rank
+        self._neighbors = sorted({(self.rank + 1) % self.size, host} - {self.rank})
         self._unheard: set[int] = set()
         self._first_answers: dict[int, Beat | None] = {}
         self._own_failure: Failure | None = None
@@ -138,7 +132,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            self._store.add("came", 1)
+            self.store.add("came", 1)
             while self._round():
                 self._wake.wait(INTERVAL if self.joined.is_set() else START_INTERVAL)
                 self._wake.clear()
@@ -153,8 +147,8 @@ class Heartbeat:
         self.rounds += 1
         # The last heartbeat says that this rank has ended: without it the silence would look like a failure.
         is_last = self._stopping
-        self._store.set(f"beat/{self._rank}", json.dumps(Beat(self.rounds, *self._status(), is_last)))
-        if not self.joined.is_set() and self._store.add("came", 0) >= self._size:
+        self.store.set(f"beat/{self.rank}", json.dumps(Beat(self.rounds, *self.status(), is_last)))
+        if not self.joined.is_set() and self.store.add("came", 0) >= self.size:
             self.joined.set()
         asked = sorted(self._unheard)
         for rank in asked or self._neighbors:
@@ -169,7 +163,7 @@ class Heartbeat:
         """Read a heartbeat, and count how often it was the same in a row."""
         key = f"beat/{rank}"
         # `get` would wait for a key that is absent.
-        beat = Beat(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        beat = Beat(*json.loads(self.store.get(key))) if self.store.check([key]) else None
         is_same = rank in self.beats and beat == self.beats[rank]
         self._unchanged_reads[rank] = self._unchanged_reads[rank] + 1 if is_same else 0
         self.beats[rank] = beat
@@ -182,14 +176,14 @@ class Heartbeat:
         found = self._own_failure or next(filter(None, map(self._failure_of, self.beats)), None)
         if found is not None:
             # This writes only if the key is absent: the first failure is the cause, and later ones follow from it.
-            told = self._store.compare_set("failure", "", found.to_text())
-        elif self._store.check(["failure"]):
-            told = self._store.get("failure")
+            told = self.store.compare_set("failure", "", found.to_text())
+        elif self.store.check(["failure"]):
+            told = self.store.get("failure")
         else:
             return
         self.failure = Failure.from_bytes(told)
-        self._store.add("seen", 1)
-        self._on_failure(self.failure)
+        self.store.add("seen", 1)
+        self.on_failure(self.failure)
         self.joined.set()
         self.answered.set()
 
@@ -205,16 +199,16 @@ class Heartbeat:
             return Failure(rank, what, beat.phase, exiting=True, remedy=_IN_EVERY_PROCESS) if is_asked else None
         if is_asked and reads >= READS:
             return Failure(rank, "has died, or cannot be reached", beat.phase)
-        return Failure(rank, describe_silence(reads), beat.phase) if reads >= self._max_unchanged else None
+        return Failure(rank, describe_silence(reads), beat.phase) if reads >= self.max_unchanged else None
 
     def _linger(self) -> None:
         """Wait until the others have read about a failure, if the store ends with this process."""
-        if self._store_rank != self._rank or self.failure is None:
+        if self.store_rank != self.rank or self.failure is None:
             return
         # The failed rank may be gone and is not expected to read, unless it is this one.
-        readers = self._size - (self.failure.rank != self._rank)
+        readers = self.size - (self.failure.rank != self.rank)
         deadline = time.monotonic() + LINGER
-        while self._store.add("seen", 0) < readers and time.monotonic() < deadline:
+        while self.store.add("seen", 0) < readers and time.monotonic() < deadline:
             time.sleep(START_INTERVAL)
 
 

@@ -433,6 +433,5 @@ def _reading(name: str, seconds: float, remedy: str) -> Iterator[None]:
         warnings.warn(
             f"Reading {name} took {time.perf_counter() - start:.3g} s. {remedy} `slow_after` sets the time after "
             "which this is said.",
-            UserWarning,
             stacklevel=2,
         )

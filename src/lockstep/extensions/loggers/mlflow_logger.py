@@ -32,6 +32,10 @@ class MLflowLogger(Logger):
             address of a server. By default the setting of MLflow.
         **options: The arguments of `Logger`.
 
+    Attributes:
+        client: The ``MlflowClient``, for artifacts and more; None before and after a run, and on other ranks.
+        run_id: The identifier of the run of MLflow; empty before the run.
+
     Raises:
         ImportError: If mlflow is not installed.
     """
@@ -41,32 +45,22 @@ class MLflowLogger(Logger):
         super().__init__(**options)
         self.experiment = experiment
         self.tracking_uri = tracking_uri
-        self._client: Any = None
-        self._run_id = ""
+        self.client: Any = None
+        self.run_id = ""
         self._entities: Any = None
-
-    @property
-    def client(self) -> Any:
-        """The ``MlflowClient``, for artifacts and more; None before and after a run, and on other ranks."""
-        return self._client
-
-    @property
-    def run_id(self) -> str:
-        """The identifier of the run of MLflow; empty before the run."""
-        return self._run_id
 
     def open(self, trainer: Trainer, *, keep: float) -> int:
         """Create or continue a run."""
         self._entities = import_module("mlflow.entities")
-        self._client = import_module("mlflow").MlflowClient(tracking_uri=self.tracking_uri)
+        self.client = import_module("mlflow").MlflowClient(tracking_uri=self.tracking_uri)
         file = SideFile(trainer.out, RUN_FILE, required=self.required)
-        self._run_id = str(file.read_json().get("id", "")) if keep else ""
-        last = self._last_update() if self._run_id else 0
-        if self._run_id and last <= keep:
-            self._client.update_run(self._run_id, status="RUNNING")
+        self.run_id = str(file.read_json().get("id", "")) if keep else ""
+        last = self._last_update() if self.run_id else 0
+        if self.run_id and last <= keep:
+            self.client.update_run(self.run_id, status="RUNNING")
             return last
-        self._run_id = self._create_run(trainer.out)
-        file.write_json({"id": self._run_id})
+        self.run_id = self._create_run(trainer.out)
+        file.write_json({"id": self.run_id})
         return 0
 
     def configure(self, config: Mapping[str, Any]) -> None:
@@ -75,8 +69,8 @@ class MLflowLogger(Logger):
         values = {**config["hyperparameters"], **recipe, "recipe_digest": config["recipe_digest"]}
         params = [self._entities.Param(name, str(value)) for name, value in values.items()]
         for start in range(0, len(params), MAX_BATCH):
-            self._client.log_batch(self._run_id, params=params[start : start + MAX_BATCH])
-        self._client.log_dict(self._run_id, dict(config), "config.json")
+            self.client.log_batch(self.run_id, params=params[start : start + MAX_BATCH])
+        self.client.log_dict(self.run_id, dict(config), "config.json")
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Log the values at the step of the update."""
@@ -84,25 +78,25 @@ class MLflowLogger(Logger):
         # The epoch last: where it is, all other values of the update have been written.
         ordered = [name for name in values if name != EPOCH] + [EPOCH]
         metrics = [self._entities.Metric(name, float(values[name]), now, update) for name in ordered]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Write the digests as tags of the run."""
         for name, text in summary["digest"].items():
-            self._client.set_tag(self._run_id, f"digest.{name}", text)
-        self._client.set_tag(self._run_id, "update", str(summary["update"]))
+            self.client.set_tag(self.run_id, f"digest.{name}", text)
+        self.client.set_tag(self.run_id, "update", str(summary["update"]))
 
     def close(self, *, failed: bool) -> None:
         """Mark the run as finished or failed."""
-        self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
-        self._client = None
+        self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
+        self.client = None
 
     def _last_update(self) -> int:
         """Return the last update of which all values are in the run."""
-        return max((metric.step for metric in self._client.get_metric_history(self._run_id, EPOCH)), default=0)
+        return max((metric.step for metric in self.client.get_metric_history(self.run_id, EPOCH)), default=0)
 
     def _create_run(self, out: Path) -> str:
         """Create a run, named for the folder, and return its identifier."""
-        found = self._client.get_experiment_by_name(self.experiment)
-        experiment = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
-        return str(self._client.create_run(experiment, run_name=out.resolve().name).info.run_id)
+        found = self.client.get_experiment_by_name(self.experiment)
+        experiment = self.client.create_experiment(self.experiment) if found is None else found.experiment_id
+        return str(self.client.create_run(experiment, run_name=out.resolve().name).info.run_id)

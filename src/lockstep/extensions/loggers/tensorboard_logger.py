@@ -27,6 +27,10 @@ class TensorBoardLogger(Logger):
         folder: The folder of the event files, relative to the trainer's folder.
         **options: The arguments of `Logger`.
 
+    Attributes:
+        writer: The `torch.utils.tensorboard.SummaryWriter`, for images, histograms and more; None between runs and
+            on other ranks.
+
     Raises:
         ImportError: If tensorboard is not installed.
     """
@@ -35,14 +39,9 @@ class TensorBoardLogger(Logger):
         check_installed("tensorboard", extra="tensorboard", user=type(self).__name__)
         super().__init__(**options)
         self.folder = folder
-        self._writer: Any = None
+        self.writer: Any = None
         self._path = Path(folder)
         self._purge_step: int | None = None
-
-    @property
-    def writer(self) -> Any:
-        """The `torch.utils.tensorboard.SummaryWriter`, for images, histograms and more; None between runs and ranks."""
-        return self._writer
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that the event files are regular files, if there are any."""
@@ -64,47 +63,47 @@ class TensorBoardLogger(Logger):
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as a text, and the hyperparameters for their page."""
         self._open_file()
-        self._writer.add_text("config", _as_code(config))
+        self.writer.add_text("config", _as_code(config))
         if config["hyperparameters"]:
             summary = import_module("torch.utils.tensorboard.summary")
             for each in summary.hparams(dict(config["hyperparameters"]), {}):
-                self._writer.file_writer.add_summary(each)
+                self.writer.file_writer.add_summary(each)
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Write all values of an update as one event."""
         summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._open_file()
-        self._writer.file_writer.add_summary(summary(value=scalars), update)
+        self.writer.file_writer.add_summary(summary(value=scalars), update)
         # A process that is killed would lose what is in the queue.
         self.flush()
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Write the summary as a text."""
         self._open_file()
-        self._writer.add_text("summary", _as_code(summary), summary["update"])
+        self.writer.add_text("summary", _as_code(summary), summary["update"])
 
     def flush(self) -> None:
         """Write what is in the queue."""
-        if self._writer is not None:
+        if self.writer is not None:
             try:
-                self._writer.flush()
+                self.writer.flush()
             except OSError:
                 # Its thread has ended, and its file may end with a part of a record. What follows needs a new one.
-                self._writer = None
+                self.writer = None
                 raise
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - event files have no place for it
         """Write what is in the queue, and close the file."""
-        writer, self._writer = self._writer, None
+        writer, self.writer = self.writer, None
         if writer is not None:
             writer.close()
 
     def _open_file(self) -> None:
         """Open a new event file, unless one is open."""
-        if self._writer is None:
+        if self.writer is None:
             writer = import_module("torch.utils.tensorboard").SummaryWriter
-            self._writer = writer(str(self._path), purge_step=self._purge_step)
+            self.writer = writer(str(self._path), purge_step=self._purge_step)
             self._purge_step = None
 
 

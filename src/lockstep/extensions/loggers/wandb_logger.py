@@ -30,6 +30,9 @@ class WandbLogger(Logger):
         init: Further arguments of ``wandb.init``, by name.
         **options: The arguments of `Logger`.
 
+    Attributes:
+        run: The ``wandb`` run, for images, histograms and more; None before and after a run, and on other ranks.
+
     Raises:
         ImportError: If wandb is not installed.
     """
@@ -47,13 +50,8 @@ class WandbLogger(Logger):
         self.project = project
         self.mode = mode
         self.init = dict(init or {})
-        self._run: Any = None
+        self.run: Any = None
         self._file = SideFile(Path(), RUN_FILE, required=self.required)
-
-    @property
-    def run(self) -> Any:
-        """The ``wandb`` run, for images, histograms and more; None before and after a run, and on other ranks."""
-        return self._run
 
     def open(self, trainer: Trainer, *, keep: float) -> int:
         """Start or continue a run."""
@@ -67,26 +65,26 @@ class WandbLogger(Logger):
         options = {"project": self.project, "name": trainer.out.resolve().name, "dir": str(trainer.out), **self.init}
         if self.mode == "online":
             options["resume"] = "allow"
-        self._run = import_module("wandb").init(id=known["id"], mode=self.mode, **options)
+        self.run = import_module("wandb").init(id=known["id"], mode=self.mode, **options)
         self._file.write_json(known)
         return int(known["update"])
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write the hyperparameters as the configuration, beside the recipe, its digest and the program."""
         beside = {name: value for name, value in config.items() if name != "hyperparameters"}
-        self._run.config.update({**config["hyperparameters"], **beside})
+        self.run.config.update({**config["hyperparameters"], **beside})
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Log the values at the step of the update."""
         # Without `commit`, they would be held back until the next step.
-        self._run.log(dict(values), step=update, commit=True)
-        self._file.write_json({"id": self._run.id, "update": update})
+        self.run.log(dict(values), step=update, commit=True)
+        self._file.write_json({"id": self.run.id, "update": update})
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Add the digests to the summary of the run."""
-        self._run.summary.update({"update": summary["update"], "digest": dict(summary["digest"])})
+        self.run.summary.update({"update": summary["update"], "digest": dict(summary["digest"])})
 
     def close(self, *, failed: bool) -> None:
         """Wait until everything is written, and end the run."""
-        self._run.finish(exit_code=int(failed))
-        self._run = None
+        self.run.finish(exit_code=int(failed))
+        self.run = None

@@ -14,7 +14,7 @@ from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, ParallelUpdater, Times
+from lockstep.updaters import Clock, ParallelUpdater, Stopwatch
 
 MAIN: Final = "main"
 """The name of the only model or optimizer, which is left out of the names of values."""
@@ -291,36 +291,28 @@ class _DeviceLoad:
     """
 
     def __init__(self, clock: Clock, devices: tuple[torch.device, ...]) -> None:
-        self._clock = clock
         self._always = all(device.type == "cpu" for device in devices)
-        self._start: Times | None = None
-        self._measured = 0
-        self._busy = [0.0] * len(devices)
+        self._stopwatch = Stopwatch(clock)
 
     def restart(self) -> None:
         """Begin an interval."""
         self.stop()
-        self._measured, self._busy = 0, [0.0] * len(self._busy)
+        self._stopwatch.clear()
         if self._always:
-            self._start = self._clock.start()
+            self._stopwatch.start()
 
     def end_update(self, number: int) -> None:
         """End an update, by its number in the interval, from 1, and begin another one."""
-        self._measured += self._start is not None
         self.stop()
         if self._always or number == 1:
-            self._start = self._clock.start()
+            self._stopwatch.start()
 
     def shares(self, seconds: float) -> list[float]:
         """Return the share of the time of each device, if an update takes this long; none if none was measured."""
-        if not self._measured:
-            return []
+        measured = self._stopwatch.num_stretches
         # One update that stands for others may have been slower than they were.
-        return [min(each / self._measured / seconds, 1.0) for each in self._busy]
+        return [min(each / measured / seconds, 1.0) for each in self._stopwatch.times.busy_seconds] if measured else []
 
     def stop(self) -> None:
         """End measuring."""
-        if self._start is not None:
-            times = self._clock.stop(self._start)
-            self._busy = [before + more for before, more in zip(self._busy, times.busy_seconds, strict=True)]
-            self._start = None
+        self._stopwatch.stop()

@@ -21,7 +21,7 @@ from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, ParallelUpdater, Times
+from lockstep.updaters import ParallelUpdater, Stopwatch
 
 EVERY_ON_ACCELERATORS: Final = 50
 """By default every 50th update is measured on accelerators, since measuring waits for the device at each phase."""
@@ -78,10 +78,7 @@ class RunRecord(Extension):
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
         self._begun_at = 0
-        self._clock: Clock | None = None
-        self._start: Times | None = None
-        self._times: Times | None = None
-        self._measured = 0
+        self._stopwatch: Stopwatch | None = None
         self._every = 1
         self._retries = 0
         self._recipe: dict[str, Any] = {}
@@ -114,29 +111,24 @@ class RunRecord(Extension):
             self._file.add(_line("session", session))
         # An updater of another kind has neither phases nor retries.
         if isinstance(updater, ParallelUpdater):
-            self._clock = updater.clock
-            self._start = self._clock.start()
-            self._times, self._measured, self._retries = None, 0, updater.num_retries
+            self._stopwatch, self._retries = Stopwatch(updater.clock), updater.num_retries
+            self._stopwatch.start()
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due, and write the session after the first one."""
         if trainer.is_main and trainer.updater.iteration == self._begun_at + 1:
             self._file.write()
-        if self._clock is None:
-            return
-        if self._start is not None:
-            times = self._clock.stop(self._start)
-            self._times, self._measured = times if self._times is None else self._times.plus(times), self._measured + 1
-            self._start = None
-        if trainer.updater.iteration % self._every == 0:
-            self._start = self._clock.start()
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+            if trainer.updater.iteration % self._every == 0:
+                self._stopwatch.start()
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval, and write it. Every rank must call this."""
-        updater = trainer.updater
-        if self._clock is None or not isinstance(updater, ParallelUpdater):
+        updater, stopwatch = trainer.updater, self._stopwatch
+        if stopwatch is None or not isinstance(updater, ParallelUpdater):
             return
-        times = self._times or self._clock.zero
+        times = stopwatch.times
         ranks = updater.communicator.exchange_json({"seconds": times.seconds, "devices": times.device_seconds})
         if trainer.is_main:
             interval = {
@@ -146,22 +138,23 @@ class RunRecord(Extension):
                 "loss_scale": updater.loss_scale.factor,
                 "retries": updater.num_retries - self._retries,
                 "applied": updater.applied_updates,
-                "measured": self._measured,
+                "measured": stopwatch.num_stretches,
                 "ranks": ranks,
             }
             self._file.append(_line("interval", interval))
-        self._times, self._measured, self._retries = None, 0, updater.num_retries
+        stopwatch.clear()
+        self._retries = updater.num_retries
 
     def finalize(self, trainer: Trainer) -> None:
         """End the session, and the last interval unless the run ended with an error."""
         try:
             # After an error, other ranks may not reach this call.
-            if trainer.error is None and self._times:
+            if trainer.error is None and self._stopwatch is not None and self._stopwatch.num_stretches:
                 self(trainer)
         finally:
-            if self._clock is not None and self._start is not None:
-                self._clock.stop(self._start)
-            self._clock = self._start = None
+            if self._stopwatch is not None:
+                self._stopwatch.stop()
+            self._stopwatch = None
         # A start that is refused leaves the record of an earlier run as it is.
         if trainer.is_main and (trainer.error is None or trainer.updater.iteration > self._begun_at):
             self._file.add(_line("end", self._ending(trainer)))

@@ -10,7 +10,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` converts to enums, 
 import threading
 from _thread import get_ident
 from abc import ABC, abstractmethod
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 from lockstep.stopping import STOP
@@ -38,9 +38,7 @@ class DeferredSigint(ABC):
                 _signal.signal(_signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._handler is None:
             return
         # The original handler comes first: a signal that arrives between the two lines is then delivered at once.

@@ -11,7 +11,6 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -127,9 +126,7 @@ class DeviceProgress:
     def __enter__(self) -> None:
         """Enter a section that an interrupt may end."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Replace a KeyboardInterrupt by an error that names the devices at work.
 
         A subclass of KeyboardInterrupt passes unchanged.

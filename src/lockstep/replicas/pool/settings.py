@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -177,12 +176,10 @@ class ComputeMode:
         torch.set_autocast_cache_enabled(False)
         return settings
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         torch.set_autocast_cache_enabled(self._cache)
         if self._inference is not None:
-            self._inference.__exit__(kind, error, trace)
+            self._inference.__exit__(*raised)
         # Restored after leaving inference mode, for the same reason as above.
         torch._C._set_grad_enabled(self._grad)
         if self._threads != 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, DeferredSigint, ReplicaSet, ThreadSettings
 from lockstep.updaters.state import Savepoint
@@ -90,8 +91,6 @@ class UpdateContext:
         self._mode.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
-        self.interrupts.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._mode.__exit__(*raised)
+        self.interrupts.__exit__(*raised)

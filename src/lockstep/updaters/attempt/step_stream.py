@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
+from lockstep.errors import RandomStreamWarning
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.detectors import StepDraws, warn_of_steps
+from lockstep.updaters.detectors import generator_states, moved, warn_of_steps
 
 
+@dataclass(slots=True)
 class StepStream:
     """The stream of what an update draws in the calling thread: the same on every rank, placement and after a resume.
 
@@ -24,19 +28,12 @@ class StepStream:
         is_first: Returns whether the current update is one of the first, in which other generators are watched.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        seed: int,
-        first_stream: Callable[[], int],
-        is_first: Callable[[], bool],
-    ) -> None:
-        self._device = device
-        self._seed = seed
-        self._first_stream = first_stream
-        self._is_first = is_first
-        self._draws = StepDraws()
-        self._is_open = False
+    device: torch.device
+    seed: int
+    first_stream: Callable[[], int]
+    is_first: Callable[[], bool]
+    _has_warned: bool = False
+    _is_open: bool = False
 
     @contextmanager
     def opened(self, attempt: Attempt | None = None, functions: Sequence[object] = ()) -> Iterator[None]:
@@ -55,9 +52,9 @@ class StepStream:
             warn_of_steps(functions)
         # Not during a step function, which waits for other ranks.
         lock = nullcontext() if attempt is None else DEFAULT_GENERATOR_LOCK
-        with lock, DefaultStream(self._device) as stream:
+        with lock, DefaultStream(self.device) as stream:
             if attempt is None or attempt.stream_position is None:
-                seed = stream_seed(self._seed, substream(STEP) + self._first_stream())
+                seed = stream_seed(self.seed, substream(STEP) + self.first_stream())
                 # Gradients that wait for their steps together have hooks that draw different numbers.
                 computation = 0 if attempt is None else attempt.request.computation
                 stream.seed(stream_seed(seed, computation) if computation else seed)
@@ -72,11 +69,26 @@ class StepStream:
                 if attempt is not None:
                     attempt.stream_position = stream.position()
 
-    def watching(self, functions: Sequence[object]) -> AbstractContextManager[None]:
-        """Return a context manager that warns of other generators in the first updates.
+    @contextmanager
+    def watching(self, functions: Iterable[object]) -> Iterator[None]:
+        """Warn once if functions draw from a generator whose state is not saved, in the first updates.
 
         Args:
             functions: What may draw from another generator.
         """
-        watched = self._is_first() and not self._draws.has_warned
-        return self._draws.watching(functions) if watched else nullcontext()
+        if not self.is_first() or self._has_warned:
+            yield
+            return
+        before = generator_states(functions)
+        yield
+        names = moved(before, generator_states(functions))
+        if names and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The optimizer, a hook, the step function or a BatchLoss drew from {' and '.join(names)}. A saved "
+                "state does not hold the generator, so that a resumed run would draw other numbers. Draw from torch "
+                "instead, without `generator=`: its random stream belongs to the update. Or create a generator in the "
+                "step, seeded from torch: random.Random(torch.randint(2**31, ()).item()).",
+                RandomStreamWarning,
+                stacklevel=2,
+            )

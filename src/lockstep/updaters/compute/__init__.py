@@ -3,7 +3,7 @@
 from lockstep.updaters.compute.clock import (
     Clock as Clock,
     MeasuredSpeeds as MeasuredSpeeds,
-    Times as Times,
+    Stopwatch as Stopwatch,
     workloads_of as workloads_of,
 )
 from lockstep.updaters.compute.early_send import EarlySend as EarlySend

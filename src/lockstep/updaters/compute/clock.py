@@ -173,6 +173,37 @@ class Clock(Watch):
         device.phase, device.since = phase, now
 
 
+class Stopwatch:
+    """Adds up the times of stretches of a run, such as those of the updates that are measured.
+
+    Args:
+        clock: The clock that measures, of which a stretch is one user.
+
+    Attributes:
+        times: The sum over the stretches since `clear`.
+        num_stretches: Their number.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start: Times | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the stretches that have ended."""
+        self.times, self.num_stretches = self._clock.zero, 0
+
+    def start(self) -> None:
+        """Begin a stretch."""
+        self._start = self._clock.start()
+
+    def stop(self) -> None:
+        """End the stretch that has begun, if there is one."""
+        if self._start is not None:
+            self.times, self.num_stretches = self.times.plus(self._clock.stop(self._start)), self.num_stretches + 1
+            self._start = None
+
+
 def _synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its queued work, so that a clock measures it."""
     if device.type not in {"cpu", "meta"}:
@@ -202,17 +233,16 @@ class MeasuredSpeeds:
     """
 
     def __init__(self, clock: Clock, num_devices: int) -> None:
-        self._clock = clock
+        self._stopwatch = Stopwatch(clock)
         self._computations = 0
         self._samples = [0] * num_devices
-        self._start: Times | None = None
         self.found: list[float] | None = None
 
     def start_computation(self) -> None:
         """Count a computation that is about to begin, and start the clock for the first timed one."""
         self._computations += 1
         if self._computations == 1 + UNTIMED_COMPUTATIONS:
-            self._start = self._clock.start()
+            self._stopwatch.start()
 
     def end_computation(self, device_shards: DeviceShards) -> None:
         """Count the samples of a computation, and stop the clock after the last timed one.
@@ -220,16 +250,15 @@ class MeasuredSpeeds:
         Args:
             device_shards: The shards that each device has computed.
         """
-        if self._start is None:
+        if self._computations <= UNTIMED_COMPUTATIONS or self.found is not None:
             return
         for place, shards in enumerate(device_shards):
             self._samples[place] += sum(len(shard.samples) for shard, _ in shards)
         if self._computations >= UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS:
-            seconds = self._clock.stop(self._start).busy_seconds
-            self._start = None
+            self._stopwatch.stop()
             self.found = [
                 samples / busy if samples and busy else 0.0
-                for samples, busy in zip(self._samples, seconds, strict=True)
+                for samples, busy in zip(self._samples, self._stopwatch.times.busy_seconds, strict=True)
             ]
             LOG.info("Measured speeds, in samples per second: %s.", ", ".join(f"{each:.1f}" for each in self.found))
 

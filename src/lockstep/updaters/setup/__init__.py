@@ -20,6 +20,7 @@ from lockstep.updaters.setup.names import (
     by_name as by_name,
     check_unnamed as check_unnamed,
     iterators_by_name as iterators_by_name,
+    itself as itself,
     named_schedulers as named_schedulers,
     parse_networks as parse_networks,
 )

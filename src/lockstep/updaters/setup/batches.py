@@ -181,7 +181,6 @@ class ListRule:
                     "of shards: leave the number out, and let each shard return the mean over its own samples or "
                     "tokens, with a weight if necessary (lockstep.token_mean() or Loss(value, weight=...)). If it is a "
                     f"constant, such as a temperature, pass batch_dim={{{name!r}: None}}.",
-                    UserWarning,
                     stacklevel=2,
                 )
             return False
@@ -221,7 +220,6 @@ class ListRule:
                     "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
                     "themselves: lockstep.IterableBatches(source, batches_of='samples') with a converter=. If not, "
                     "pass a tuple.",
-                    UserWarning,
                     stacklevel=2,
                 )
 

@@ -188,7 +188,7 @@ class NetworkSet:
         Args:
             name: The name of the network.
         """
-        return partial(_select, name) if self.several else _itself
+        return partial(_select, name) if self.several else itself
 
     def loss_fn(self, loss_fn: LossFunction) -> LossFunction:
         """Convert a loss function of the user to one that receives `module`.
@@ -207,7 +207,8 @@ def _select(name: str, replica: nn.Module) -> nn.Module:
     return cast("Networks", replica).by_name[name]
 
 
-def _itself(replica: nn.Module) -> nn.Module:
+def itself(replica: nn.Module) -> nn.Module:
+    """Return a replica, as the network of a model that has one."""
     return replica
 
 

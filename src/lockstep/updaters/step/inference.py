@@ -28,13 +28,8 @@ from lockstep.updaters.compute import (
     recording_runners,
     share_of,
 )
-from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size
+from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size, itself
 from lockstep.updaters.step.assembly import Parts
-
-
-def _itself(replica: nn.Module) -> nn.Module:
-    return replica
-
 
 SEED_OFFSET = 2**64
 """The distance of the seeds of forwards from those of updates, which makes their random streams different ones."""
@@ -73,7 +68,7 @@ class InferenceRunner:
     share: Callable[[Sequence[int]], RankShare]
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
-    network_of: Callable[[nn.Module], nn.Module] = _itself
+    network_of: Callable[[nn.Module], nn.Module] = itself
     runners: Sequence[ShardRunner] = ()
 
     @classmethod
@@ -111,7 +106,7 @@ class InferenceRunner:
             partial(engine.share, num_shards=num_shards),
             streams,
             runners_of_updater if model is None else partial(recording_runners, replicas),
-            parts.networks.selector(model_name) if model is None else _itself,
+            parts.networks.selector(model_name) if model is None else itself,
         )
 
     @classmethod

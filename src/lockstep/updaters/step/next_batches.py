@@ -55,6 +55,7 @@ class CopiedBatches:
         )
 
 
+@dataclass(eq=False)
 class NextBatches:
     """Converts the batches of the next update and copies them to the accelerators on streams of their own.
 
@@ -70,23 +71,17 @@ class NextBatches:
             that worker processes load in advance are copied, and samples only if they are converted by `collate`.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator,
-        replicas: ReplicaSet,
-        conversion: Conversion,
-        share: Callable[[Sequence[int]], RankShare],
-        *,
-        always: bool,
-    ) -> None:
-        self._iterator = iterator
-        self._devices = replicas.devices
-        self._conversion = conversion
-        self._share = share
-        self._always = always
+    iterator: Iterator
+    replicas: ReplicaSet
+    conversion: Conversion
+    share: Callable[[Sequence[int]], RankShare]
+    always: bool
+
+    def __post_init__(self) -> None:
+        self._devices = self.replicas.devices
         # Converters that you write may depend on what happens between two updates.
-        self._converts_early = always or not conversion.is_own
-        self._streams = CopyStreams(replicas.accelerators)
+        self._converts_early = self.always or not self.conversion.is_own
+        self._streams = CopyStreams(self.replicas.accelerators)
         self._copied: CopiedBatches | None = None
         self._has_ended = False
 
@@ -132,7 +127,7 @@ class NextBatches:
         if len(batches) < number:
             return
         try:
-            share = self._share([batch_size(batch, self._conversion.batch_dim) for batch in batches])
+            share = self.share([batch_size(batch, self.conversion.batch_dim) for batch in batches])
             if self._copied is None or not self._copied.is_for(batches, share, first):
                 self._copied = None  # frees its memory first
                 self._copied = CopiedBatches(batches, share, first, self._convert(batches, share, first))
@@ -147,7 +142,7 @@ class NextBatches:
         """Return the next batches up to the first that must not be read or converted early."""
         batches: list[Any] = []
         for ahead in positions:
-            batch = self._iterator.peek_early(ahead, always=self._always)
+            batch = self.iterator.peek_early(ahead, always=self.always)
             if batch is None or (type(batch) is Samples and not self._converts_early):
                 break
             batches.append(batch)
@@ -162,7 +157,7 @@ class NextBatches:
         device_shards: DeviceShards = []
         for run, device in zip(share.shards_by_device, self._devices, strict=True):
             with self._streams.preparing_on(device):
-                device_shards += self._conversion.shards(batches, [run], [device], first)
+                device_shards += self.conversion.shards(batches, [run], [device], first)
         opaque = next((part for run in device_shards for _, each in run for part in _opaque(each)), None)
         if opaque is not None:
             self._has_ended = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -31,6 +32,7 @@ OpenStream = Callable[[Sequence[object]], AbstractContextManager[None]]
 NO_STREAM: Final[AbstractContextManager[None]] = nullcontext()
 
 
+@dataclass(eq=False)
 class OptimizerStep:
     """Runs the steps of one optimizer, and separates errors before the weights moved from errors afterwards.
 
@@ -44,19 +46,14 @@ class OptimizerStep:
         grad_norm: The norm of all gradients before the last step clipped them; None if they are not clipped.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        masters: MasterWeights | None,
-        clip: float | None = None,
-        shared: SharedStep | None = None,
-    ) -> None:
-        self._clip = clip
-        self._shared = shared
+    optimizer: Optimizer
+    masters: MasterWeights | None
+    clip: float | None
+    shared: SharedStep | None
+
+    def __post_init__(self) -> None:
         self.grad_norm: torch.Tensor | None = None
-        self._optimizer = optimizer
-        self._masters = masters
-        self._in_parts = can_step_in_parts(optimizer)
+        self._in_parts = can_step_in_parts(self.optimizer)
         self._parts: list[Part] = []
         self._assigned: list[int] = []
 
@@ -80,15 +77,15 @@ class OptimizerStep:
             BaseException: An error that was raised before any weight moved.
             LockstepError: If an error was raised in between, so that the weights are neither the old nor the new ones.
         """
-        if self._shared is not None:
-            self._shared.prepare()
+        if self.shared is not None:
+            self.shared.prepare()
         if found_inf is not None:
-            with skipped_if(self._optimizer, found_inf):
+            with skipped_if(self.optimizer, found_inf):
                 return self.step(num_devices=num_devices, run=run, draws=draws)
-        if self._masters is not None:
-            with self._masters.replacing_parameters():
+        if self.masters is not None:
+            with self.masters.replacing_parameters():
                 return self._step(num_devices, run, draws)
-        own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
+        own = self.optimizer.masters if isinstance(self.optimizer, HookedOptimizer) else None
         if own is not None:
             own.copy_gradients()
             with own.replacing_parameters():
@@ -99,37 +96,37 @@ class OptimizerStep:
         """Run the step on what the optimizer's groups contain now."""
         parameters: list[torch.Tensor] = []
         fused = False
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             parameters += group["params"]
             fused = fused or bool(group.get("fused"))
         if fused:
-            match_state_layout(self._optimizer)
-        if self._clip is not None:
+            match_state_layout(self.optimizer)
+        if self.clip is not None:
             # In one intra-op thread and on gradients with the strides of the weights, so that torch's reduction adds in
             # an order that does not depend on the machine or on the devices.
-            own = self._optimizer if isinstance(self._optimizer, HookedOptimizer) else None
+            own = self.optimizer if isinstance(self.optimizer, HookedOptimizer) else None
             moving = parameters if own is None else own.moving_parameters()
-            self.grad_norm = clip_grad_norm_(moving, self._clip)
+            self.grad_norm = clip_grad_norm_(moving, self.clip)
         # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
         versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()
         try:
-            in_parts, hooks = self._in_parts, drawing_hooks(self._optimizer)
+            in_parts, hooks = self._in_parts, drawing_hooks(self.optimizer)
             # Opened only for code of others than PyTorch and lockstep, because it takes some 5 µs.
-            with NO_STREAM if in_parts and not hooks else draws([self._optimizer, *hooks]):
-                if self._shared is not None:
-                    self._shared.step(parameters, num_devices if in_parts else 1, run, progress)
+            with NO_STREAM if in_parts and not hooks else draws([self.optimizer, *hooks]):
+                if self.shared is not None:
+                    self.shared.step(parameters, num_devices if in_parts else 1, run, progress)
                 elif num_devices > 1 and in_parts:
                     self._assign_parameters(parameters, num_devices)
-                    step_in_parts(self._optimizer, lambda: self._parts, run, progress)
+                    step_in_parts(self.optimizer, lambda: self._parts, run, progress)
                 else:
-                    step_whole(self._optimizer, progress)
+                    step_whole(self.optimizer, progress)
         except BaseException as error:
             if self._has_moved(error, progress, parameters, versions):
                 return error
             # Errors of this library may quote a traceback of another rank.
             if "closure" in str(error) and isinstance(error, Exception) and not isinstance(error, LockstepError):
-                kind = type(self._optimizer).__name__
+                kind = type(self.optimizer).__name__
                 raise ValueError(
                     f"`optimizer` must have a step that says what it requires, got {kind}, whose step was called "
                     f"without a closure and raised {type(error).__name__}: {error}. Derive a class in which it is an "
@@ -158,13 +155,13 @@ class OptimizerStep:
             if parameter.grad is not None
         ]
         # The versions say nothing of weights that other ranks step.
-        if progress.is_done or (moved and all(moved) and self._shared is None):
+        if progress.is_done or (moved and all(moved) and self.shared is None):
             return True
         # Fused kernels and other ranks do not increase versions, so some weights may have moved unnoticed.
-        silent = self._shared is not None or any(group.get("fused") for group in self._optimizer.param_groups)
-        if (any(moved) and self._shared is None) or (progress.has_begun and silent):
+        silent = self.shared is not None or any(group.get("fused") for group in self.optimizer.param_groups)
+        if (any(moved) and self.shared is None) or (progress.has_begun and silent):
             raise LockstepError(
-                f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
+                f"The step of {type(self.optimizer).__name__} raised {type(error).__name__} between the "
                 f"first weight that moved and the last: {error}. Load a saved state."
             ) from error
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -76,7 +77,7 @@ class SharedStep:
             LockstepError: If another rank raised afterwards.
         """
         whole = WholeStep(self._sharded, self._parameters, current) if self._num_unchecked else None
-        turn = _Turn(self._sharded, self._communicator, (self._parameters, current), num_devices, whole)
+        turn = _Turn(self._sharded, self._communicator, self._parameters, current, num_devices, whole)
         try:
             step_in_parts(self._sharded.optimizer, turn.parts, run, progress, turn.end)
             self._num_unchecked -= self._num_unchecked > 0
@@ -87,55 +88,54 @@ class SharedStep:
             raise
 
 
+@dataclass(slots=True)
 class _Turn:
     """One step of all ranks.
 
     Args:
         sharded: What this rank owns, and its state.
         communicator: The communicator of the run.
-        tensors: The parameters of the model, and what the groups hold: the same, or their master weights.
+        parameters: The parameters of the model.
+        current: What the groups hold: the parameters, or their master weights.
         num_devices: The number of threads that the step is split over.
         whole: What the step is compared with; None for nothing.
+
+    Attributes:
+        is_undone: Whether the step was taken back.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedState,
-        communicator: Communicator,
-        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-        num_devices: int,
-        whole: WholeStep | None,
-    ) -> None:
-        self._sharded, self._communicator = sharded, communicator
-        self._parameters, self._current = tensors
-        self._num_devices, self._whole = num_devices, whole
-        self._pieces: list[torch.Tensor | None] = []
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._moving: list[bool] = []
-        self._owes_message = True
-        self.is_undone = False
-        """Whether the step was taken back."""
+    sharded: ShardedState
+    communicator: Communicator
+    parameters: Sequence[torch.Tensor]
+    current: Sequence[torch.Tensor]
+    num_devices: int
+    whole: WholeStep | None
+    is_undone: bool = False
+    _pieces: list[torch.Tensor | None] = field(default_factory=list)
+    _state: defaultdict[torch.Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
+    _moving: list[bool] = field(default_factory=list)
+    _owes_message: bool = True
 
     def parts(self) -> list[Part]:
         """Return what the threads of this rank step, once every rank is about to."""
-        self._moving = moving(self._sharded.optimizer)
-        for tensor in self._current:
+        self._moving = moving(self.sharded.optimizer)
+        for tensor in self.current:
             if tensor.grad is not None and tensor.grad.is_sparse:
                 raise ValueError(
                     "`shard_optimizer` must be False for sparse gradients, which cannot be cut, got one of shape "
                     f"{tuple(tensor.shape)}."
                 )
-        self._pieces = self._sharded.pieces(self._parameters, self._current)
-        self._state = self._sharded.state_of(self._parameters, self._pieces)
+        self._pieces = self.sharded.pieces(self.parameters, self.current)
+        self._state = self.sharded.state_of(self.parameters, self._pieces)
         # The last point at which a rank that raises leaves everything as it was on all ranks.
         for rank, message in enumerate(self._exchange(None)):
             raise_error(rank, message)
         self._owes_message = True
-        if self._whole is not None:
-            self._whole.step()
-        pairs = zip(self._current, self._pieces, strict=True)
+        if self.whole is not None:
+            self.whole.step()
+        pairs = zip(self.current, self._pieces, strict=True)
         stepped = {id(each): piece for each, piece in pairs if piece is not None}
-        return balance(stepped, self._num_devices, self._state)
+        return balance(stepped, self.num_devices, self._state)
 
     def end(self) -> None:
         """Gather the weights that all ranks have stepped."""
@@ -146,14 +146,14 @@ class _Turn:
                     "saved state."
                 )
         chosen = [index for index, moves in enumerate(self._moving) if moves]
-        moved = [self._current[index] for index in chosen]
-        self._sharded.gather([self._parameters[index] for index in chosen], moved)
+        moved = [self.current[index] for index in chosen]
+        self.sharded.gather([self.parameters[index] for index in chosen], moved)
         torch.autograd.graph.increment_version(moved)
-        self._sharded.keep(self._parameters, self._pieces, self._state)
-        if self._whole is not None and not self._whole.agrees():
-            self._whole.undo()
+        self.sharded.keep(self.parameters, self._pieces, self._state)
+        if self.whole is not None and not self.whole.agrees():
+            self.whole.undo()
             self.is_undone = True
-            kind = type(self._sharded.optimizer).__name__
+            kind = type(self.sharded.optimizer).__name__
             raise ValueError(
                 f"`shard_optimizer` must be False for {kind}: its step of pieces of parameters has other bits than its "
                 "step of whole ones. Nothing has changed."
@@ -168,7 +168,7 @@ class _Turn:
         """Send an error to every rank, or that there is none, and return what all ranks have sent."""
         self._owes_message = False
         own = {} if error is None else describe_error(error, phase="optimizer")
-        return self._communicator.exchange_json(own)
+        return self.communicator.exchange_json(own)
 
 
 class WholeStep:

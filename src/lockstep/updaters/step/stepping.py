@@ -14,20 +14,7 @@ from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.optim import HookedOptimizer
@@ -36,7 +23,8 @@ from lockstep.precision import ChangesOnlyGradients, step_hooks
 RunOnDevices: TypeAlias = Callable[[Callable[[int], None]], None]
 """Runs a function of a device's index on all devices at once."""
 
-PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+_NAMES: Final = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
+PER_PARAMETER: Final = frozenset(getattr(torch.optim, name) for name in _NAMES)
 """Optimizers whose step of one parameter reads nothing of another."""
 
 
