@@ -385,6 +385,14 @@ NO_MEANS: dict[str, tuple[Any, str]] = {
     "norm": (lambda net, x, _: net(x).norm(), "a root"),
     "classes": (lambda net, x, y: functional.cross_entropy(net(x), y, weight=CLASS_WEIGHTS), "a mean weighted"),
     "ignored": (lambda net, x, y: functional.cross_entropy(net(x), y, ignore_index=0), "a mean weighted"),
+    "a mask": (
+        lambda net, x, y: functional.mse_loss(net(x), x[:, :3], reduction="none")[y > 0].mean(),
+        "a mean of a part",
+    ),
+    "divided by a mask": (
+        lambda net, x, y: (net(x).square().sum(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
+        "a mean of a part",
+    ),
     "two heads": (lambda net, x, y: (ignoring(net(x), y) + ignoring(-net(x), y)) / 2, "a term that is a mean weighted"),
     "reconstruction": (
         lambda net, x, _: functional.mse_loss(net(x), net(x) + 1, reduction="sum") - 0.5 * net(x).exp().sum(),
@@ -404,6 +412,10 @@ MEANS: dict[str, Any] = {
         functional.cross_entropy(net(x), y) + functional.cross_entropy(net(x), y, reduction="sum") / len(x)
     ),
     "probabilities": lambda net, x, y: functional.cross_entropy(net(x), functional.one_hot(y, 3).float()),
+    "a mask of columns": lambda net, x, _: net(x)[:, torch.tensor([True, False, True])].mean(),
+    "by all elements": lambda net, x, _: (each := net(x)).square().sum() / each.numel(),
+    "a temperature": lambda net, x, _: net(x).square().sum() / (len(x) * 0.07),
+    "a loss without a weight": lambda net, x, y: ls.Loss(functional.cross_entropy(net(x), y), metrics={"one": (1, 1)}),
     "a penalty": lambda net, x, y: (
         functional.cross_entropy(net(x), y) + 0.1 * sum(each.square().sum() for each in net.parameters())
     ),
@@ -446,6 +458,26 @@ def test_a_loss_of_thousands_of_terms_is_looked_through() -> None:
     terms = [functional.cross_entropy(scores, Y), *[scores.mean()] * 3_000]
     assert why_no_mean(sum(terms), len(X)) == ""  # type: ignore[arg-type]
     assert why_no_mean(sum([*terms, ignoring(scores, Y)]), len(X)).startswith("a term that is")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("begins", [1, 3, 5])
+def test_labels_that_are_ignored_later_are_warned_of_then(begins: int, num_devices: int) -> None:
+    net, labels = model(), [Y if update < begins else torch.where(Y == 0, -100, Y) for update in range(7)]
+    updater = ls.ParallelUpdater(
+        [(X, each) for each in labels],
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net,
+        devices=["cpu"] * num_devices,
+        num_shards=3,
+        loss_fn=lambda net, x, y: functional.cross_entropy(net(x), y),
+    )
+    with finalized(updater):
+        for update in range(7):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                updater.update()
+            assert ["a mean weighted" in str(each.message) for each in said] == [True] * (update == begins)
 
 
 @pytest.mark.parametrize("case", MEANS)

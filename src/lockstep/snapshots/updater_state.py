@@ -159,6 +159,12 @@ class Resumption:
         return Parent(self.run_id, self.update)
 
 
+ORDER: Final = (
+    "An optimizer must be given the same parameters in the same order in every process, as model.parameters() returns "
+    "them; that of a set differs. "
+)
+
+
 def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], accept: Collection[str]) -> list[Change]:
     """Check that a run has the recipe of a snapshot, except for fields that may differ.
 
@@ -182,13 +188,15 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
         listed = ", ".join(name for name in own if ".model." not in f".{name}")
         given = f"the text {accept!r}. Pass ({accept!r},)" if isinstance(accept, str) else f"{accept!r}"
         raise ValueError(f"`accept` must be a collection of fields of the recipe, got {given}. Fields: {listed}.")
-    changes = compare_fields(saved, own)
+    # Snapshots of older versions lack the order.
+    changes = [each for each in compare_fields(saved, own) if not (_is_order(each.name) and each.saved is MISSING)]
     accept = {name for name in accept if not _is_shape(name)}
     refused = [each for each in changes if each.name not in accept and not _is_minor(each)]
     if refused:
         if any(_is_shape(each.name) for each in refused):
             raise StateError(
                 f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
+                f"{ORDER if any(_is_order(each.name) for each in refused) else ''}"
                 "Restore it. `accept` cannot help, because the weights do not fit. To start a new run from those that "
                 "do, load what `lockstep export` writes by model.load_state_dict(..., strict=False), in another folder."
             )
@@ -203,7 +211,12 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
 
 def _is_shape(name: str) -> bool:
     """Return whether a field says which weights there are, without which a state cannot be loaded."""
-    return name.endswith("num_parameters") or ".model." in f".{name}"
+    return name.endswith("num_parameters") or _is_order(name) or ".model." in f".{name}"
+
+
+def _is_order(name: str) -> bool:
+    """Return whether a field says which parameters an optimizer trains, and in which order."""
+    return name.endswith("order_of_parameters")
 
 
 def _warn(changes: list[Change], before: str, after: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, nll_loss
 
 from lockstep.arguments import misfit
 from lockstep.errors import OrderError
+from lockstep.replicas import why_no_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,17 +436,28 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == two
 
 
-def loss_weight(loss: Loss, num_samples: int) -> float:
+BY_MEAN: Final = 1
+"""The number by which PyTorch knows ``reduction="mean"``."""
+
+
+def loss_weight(loss: Loss, num_samples: int, *, no_means: set[str] | None = None) -> float:
     """Return the weight of a shard's loss; waits for the device if the weight is there.
 
     Args:
         loss: The loss of the shard.
         num_samples: The number of samples in the shard.
+        no_means: Receives what a loss without a weight is that is no mean over samples; None to look at nothing.
 
     Raises:
         ValueError: If the weight is negative or not finite.
     """
     if loss.weight is None:
+        if no_means is not None:
+            node: Any = loss.value.grad_fn
+            # The most usual mean is seen at once, because losses are looked at in every update.
+            is_usual = loss.value.is_cpu and node is not None and node.name() == "NllLossBackward0"
+            if not (is_usual and (node._saved_total_weight.item(), node._saved_reduction) == (num_samples, BY_MEAN)):  # noqa: SLF001 - autograd has no public names
+                no_means.add(why_no_mean(loss.value, num_samples))
         return float(num_samples)
     weight = float(loss.weight)
     if not (math.isfinite(weight) and weight >= 0):

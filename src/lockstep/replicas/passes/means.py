@@ -35,6 +35,8 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
         # A sum of means, or of the losses of several tasks, may have as many terms as there are samples.
         is_of_means = before is not None and before.name().startswith(("Mean", "Stack", "Cat"))
         return "" if is_of_means else "a sum"
+    if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
+        return "a mean of a part of the elements"
     if num_samples > 1 and name in OF_ONE_NUMBER:
         return "a root, power, logarithm or exponential of one number"
     # On an accelerator the host would wait.
@@ -49,6 +51,33 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
             if float(total) != targets.numel():
                 return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
     return ""
+
+
+def _selects(node: Any, num_samples: int) -> bool:
+    """Return whether a mean is that of elements that a mask selects, of which samples have different numbers.
+
+    Args:
+        node: The node of a mean, or of a division.
+        num_samples: The number of samples.
+    """
+    before = _changing(node.next_functions[0][0])
+    if _name(node) == "DivBackward":
+        number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
+        is_constant = number.numel() == 1 and not any(each for each, _ in node.next_functions[1:])
+        # Other sums are divided by a multiple of the number of samples, which may be no integer.
+        return (
+            _name(before) == "SumBackward"
+            and is_constant
+            and [*before._saved_self_sym_sizes][:1] == [num_samples]  # noqa: SLF001 - as above
+            and float(number).is_integer()
+            and float(number) % num_samples != 0
+        )
+    masks = getattr(before, "_saved_indices", None) if _name(before) == "IndexBackward" else None
+    mask = masks[0] if masks else getattr(before, "_saved_mask", None)
+    if mask is None or mask.dtype != torch.bool or mask.shape[:1] != (num_samples,):
+        return False
+    counts = mask.reshape(num_samples, -1).sum(1)
+    return bool(counts.min() != counts.max())
 
 
 def _name(node: Any) -> str:

@@ -19,7 +19,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves, why_no_mean
+from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
@@ -63,7 +63,8 @@ class GradientContext:
         inspected: The only shards of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
         options: The options of the optimizers before the shards run, by name, in the first updates.
-        no_means: Receives what losses are that are no mean over samples, and nothing for others, in the first update.
+        no_means: Receives what losses are that are no mean over samples, and nothing for others; None where nothing
+            looks at them.
     """
 
     loss_fn: LossFunction
@@ -87,7 +88,7 @@ class GradientContext:
     has_tensor_weights: bool = field(default=False, init=False)
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
     options: Mapping[str, str] = field(init=False)
-    no_means: set[str] = field(init=False)
+    no_means: set[str] | None = field(default=None, init=False)
 
     def begin_first(self, options: Mapping[str, str], *, reads_buffers: bool) -> None:
         """Check more, because this is one of the first updates.
@@ -97,7 +98,6 @@ class GradientContext:
             reads_buffers: Whether buffers are compared even where the host has to wait for a device.
         """
         self.is_first, self.reads_buffers, self.foreign_leaves, self.options = True, reads_buffers, [], options
-        self.no_means = set()
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
@@ -209,11 +209,9 @@ class DeviceGradientTask:
         if context.is_first:
             # Weakly: what was created for this shard ends with its graph.
             context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
-            if context.reads_buffers and context.mean and context.num_samples and isinstance(returned, torch.Tensor):
-                context.no_means.add(why_no_mean(returned, len(shard.samples)))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
-        weight = loss_weight(loss, len(shard.samples))
+        weight = loss_weight(loss, len(shard.samples), no_means=context.no_means)
         # Only ever set, because the threads of all devices share the context.
         if isinstance(loss.weight, torch.Tensor):
             context.has_tensor_weights = True

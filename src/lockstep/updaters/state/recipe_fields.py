@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -115,9 +116,10 @@ def settings_of(
     described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
     # A run that freezes nothing has the fields that it had before these existed.
     described |= {_joined(name, "frozen"): frozen_text(paths) for name, paths in frozen_names(models).items()}
+    paths = {id(each): _joined(name, path) for name, model in models.items() for path, each in model.named_parameters()}
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
         ("", iterators, _iterator_fields),
-        ("optimizer", optimizers, _optimizer_fields),
+        ("optimizer", optimizers, partial(_optimizer_fields, paths=paths)),
         ("scheduler", schedulers, _scheduler_fields),
     )
     for kind, named, describe in parts:
@@ -209,10 +211,13 @@ def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, Any]]:
         yield "repeat", iterator.repeat
 
 
-def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+def _optimizer_fields(optimizer: Optimizer, paths: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
     yield "", type(optimizer).__qualname__
     groups = optimizer.param_groups
     yield "num_parameters", [len(group["params"]) for group in groups]
+    # Their state is saved by their numbers.
+    trained = [[paths.get(id(each), "") for each in group["params"]] for group in groups]
+    yield "order_of_parameters", hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
     for index, group in enumerate(groups):
         for option in sorted(group.keys() - _MOVED):
             yield f"{index}.{option}" if len(groups) > 1 else option, as_json(group[option])

@@ -321,6 +321,23 @@ def options_of(optimizers: Mapping[str, Optimizer], loss_fn: Any) -> dict[str, s
     return found | {f"'last_epoch' of {type(each).__name__}": str(vars(each).get("last_epoch")) for each in schedulers}
 
 
+def warn_of_no_means(found: Iterable[str]) -> None:
+    """Warn of losses that are no means over samples.
+
+    Args:
+        found: What the losses of shards are; nothing for means.
+    """
+    for what in sorted({*found} - {""}):
+        warnings.warn(
+            f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
+            "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
+            "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
+            "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
+            "`lockstep verify` compares the gradients.",
+            stacklevel=4,
+        )
+
+
 def check_first_shards(
     attempt: Attempt, prepared: PreparedModel, model: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> None:
@@ -345,16 +362,6 @@ def check_first_shards(
                 f"more in an audit, got {name} changed from {context.options[name]} to {value}. Change it between "
                 "updates, or pass the scheduler as `scheduler`."
             )
-    # Not once more for each attempt at a lower loss scale.
-    for what in sorted(context.no_means - {""}) if context.shard_loss is None and attempt.number == 1 else ():
-        warnings.warn(
-            f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
-            "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
-            "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
-            "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
-            "`lockstep verify` compares the gradients.",
-            stacklevel=4,
-        )
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
     if context.reads_buffers:

@@ -72,6 +72,7 @@ from lockstep.updaters.step.checks import (
     check_no_unused_gradients,
     check_reached,
     options_of,
+    warn_of_no_means,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
@@ -153,6 +154,7 @@ class GradientEngine:
         self._start = self._audited = self.training.iteration
         self._checked_until = self._start + CHECKED_UPDATES
         self._audited_again = self._start + CHECKED_AGAIN
+        self._watches_means = True
         self.auditor.restart(self._start)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
@@ -190,15 +192,14 @@ class GradientEngine:
         Raises:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
-        request, recipe = attempt.request, self.recipe
+        request, recipe, update = attempt.request, self.recipe, self.training.iteration
         self.training.ensure_training_mode()
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
             (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
-        if self.training.iteration == self._audited_again:
-            self._audited = self._audited_again
-            self._audited_again += self._audited - self._start
-            self.auditor.audit_again(self._audited)
+        if update == self._audited_again:
+            self._audited, self._audited_again = update, 2 * update - self._start
+            self.auditor.audit_again(update)
         attempt.summed = is_summed(request.loss_fn)
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
@@ -207,18 +208,13 @@ class GradientEngine:
         attempt.share = share = self.share(attempt.sizes)
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
-            self.ranks.start_attempt(attempt, self.training.iteration)
+            self.ranks.start_attempt(attempt, update)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         ahead = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
-        audits = attempt.audit is not None or self.training.iteration >= self.auditor.next
+        audits = attempt.audit is not None or update >= self.auditor.next
         # Copied where a shard may be computed more than once, or is not one piece of its batch.
-        again = (
-            audits
-            or self.training.iteration < self._checked_until
-            or attempt.given_batches
-            or attempt.scale.fixed_factor is None
-        )
+        again = audits or update < self._checked_until or attempt.given_batches or attempt.scale.fixed_factor is None
         lends = not again and self.recipe.split != "strided"
         attempt.device_shards = ahead or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first, lends=lends
@@ -226,11 +222,10 @@ class GradientEngine:
         if audits:
             attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
         if self.ranks is not None:
-            audited_next = self.training.iteration + 1 == self._audited_again
-            attempt.may_send_early = not (audited_next or self.auditor.is_followed(self.training.iteration))
+            attempt.may_send_early = update + 1 != self._audited_again and not self.auditor.is_followed(update)
         scale, audit, former = attempt.scale, attempt.audit, self.training.carried
         carried = None if former is None else CarriedAttempt(former, attempt.sizes)
-        attempt.gradient_context = GradientContext(
+        attempt.gradient_context = gradients = GradientContext(
             request.loss_fn,
             self._precision,
             None if share.num_shards == 1 else sum(attempt.sizes),
@@ -249,11 +244,13 @@ class GradientEngine:
             shard_loss=request.shard_loss,
             merges=self._merges and self.prepared.has_large,
         )
-        if self.training.iteration < self._checked_until:
+        if update < self._checked_until:
             options = options_of(self.training.optimizers, request.loss_fn)
-            attempt.gradient_context.begin_first(options, reads_buffers=self.training.iteration == self._start)
+            gradients.begin_first(options, reads_buffers=update == self._start)
+        if self._watches_means and share.num_shards > 1 and gradients.mean and not request.shard_loss:
+            gradients.no_means = set()
         if audit is not None:
-            attempt.gradient_context.inspected = audit.compared
+            gradients.inspected = audit.compared
 
     def _choose_audit(self, attempt: Attempt) -> Audit | None:
         """Choose the shard that is computed twice, or None if the update is not audited."""
@@ -438,6 +435,12 @@ class GradientEngine:
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model, self.training.optimizers)
+            # Labels may be ignored, or classes weighted, later. On accelerators the host would wait in every update.
+            self._watches_means &= not self.replicas.accelerators
+        no_means = attempt.gradient_context.no_means
+        if no_means and any(no_means):
+            self._watches_means = False
+            warn_of_no_means(no_means)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check() or attempt.refuted
         left_out |= attempt.gradient_context.merges and self._is_spoiled(attempt)
