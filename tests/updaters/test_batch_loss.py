@@ -311,3 +311,18 @@ def test_a_generator_in_the_criterion_is_warned_of(kind: str, *, direct: bool) -
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             updater.update()
+
+
+def test_a_criterion_may_change_outputs_in_place() -> None:
+    def trained_by(criterion: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = ls.BatchLoss(lambda model, x: model(x), criterion)
+        with finalized(ls.ParallelUpdater([torch.ones(8, 4)], optimizer, model, loss_fn=loss_fn, num_shards=2)) as made:
+            made.update()
+        return model.weight.detach().clone()
+
+    assert torch.equal(
+        trained_by(lambda out: out.sub_(1.0).square().mean()), trained_by(lambda out: (out - 1).square().mean())
+    )

@@ -159,6 +159,45 @@ class Focal(nn.CrossEntropyLoss):
         return functional.cross_entropy(output, target, self.weight, reduction="none").mean()
 
 
+class Smooth(nn.modules.loss._WeightedLoss):
+    """Divides by the weights of classes, without the function of torch."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scores = output.log_softmax(1)
+        each, weight = -0.9 * scores.gather(1, target[:, None])[:, 0] - 0.1 * scores.mean(1), self.weight[target]
+        return (each * weight).sum() / weight.sum()
+
+
+class OfValid(nn.CrossEntropyLoss):
+    """Divides by the number of targets that are not ignored."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = functional.cross_entropy(output, target, reduction="none", ignore_index=self.ignore_index)
+        return ((1 - torch.exp(-each)) ** 2 * each)[target != self.ignore_index].mean()
+
+
+class Poly(nn.CrossEntropyLoss):
+    """Adds a mean over samples to one by the weights of classes."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output, target) + (1 - output.softmax(1).gather(1, target[:, None])).mean()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 5])
+@pytest.mark.parametrize("make", [lambda: Smooth(weight=CLASS_WEIGHTS), OfValid, lambda: OfValid(ignore_index=1)])
+def test_a_criterion_of_ones_own_shows_what_it_divides_by(make: Callable[[], nn.Module], num_shards: int) -> None:
+    criterion = make()
+    ignored = getattr(criterion, "ignore_index", None)
+    labels = Y if ignored is None else torch.where(torch.arange(len(Y)) % 5 == 0, ignored, Y)
+    found = trained(ls.supervised(criterion), num_shards, (X, labels))
+    assert_same(found, plain(lambda net: criterion(net(X), labels)))
+
+
+def test_a_criterion_that_mixes_means_is_warned_of() -> None:
+    (said,) = said_by(ls.supervised(Poly(weight=CLASS_WEIGHTS)), 4, 1)
+    assert "but returns a term that is a mean weighted" in said
+
+
 CHANGES: dict[str, tuple[Any, str, Any]] = {
     "weights from an epoch on": (nn.CrossEntropyLoss(), "weight", CLASS_WEIGHTS),
     "weights of a criterion of one's own": (Focal(), "weight", CLASS_WEIGHTS),

@@ -90,9 +90,11 @@ class GatheredBatch:
         in_order = [parts[index] for index in sorted(parts)]
         merged = _merged([(samples, outputs) for samples, outputs, _ in in_order], device)
         leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
-        rest, wanted = iter(leaves), [leaf for leaf in leaves if leaf.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sends = refusing_collectives("The criterion of a BatchLoss", _WHY) if communicator.size > 1 else nullcontext()
         with torch.enable_grad(), torch.autocast(device.type, enabled=False), sends:
+            # Not the leaves, which a criterion could not change in place.
+            rest = iter([leaf.clone() for leaf in leaves])
             returned = self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1]))
         loss = check_loss(returned, training=bool(wanted))
         # What the criterion created is to end with its graph, below.

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.modules.loss import _WeightedLoss
 
 from lockstep.arguments import misfit
 from lockstep.errors import OrderError
@@ -77,6 +78,8 @@ class BatchLoss:
         )
 
 
+TOLERANCE: Final = 1e-4
+"""The relative difference up to which two means are taken for equal."""
 IGNORED: Final = -100
 """The label that torch's cross entropies ignore by default."""
 
@@ -127,12 +130,13 @@ class Supervised:
     Attributes:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
-        counts_samples: Whether the mean is over samples, whatever class weights the criterion has.
+        divisors: What a criterion with a forward of its own divides by: "weights" of classes, "valid" targets, or, with
+            nothing in it, samples; None for other criteria.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
-    counts_samples: bool = False
+    divisors: frozenset[str] | None = None
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -169,21 +173,24 @@ class Supervised:
         if counted is None:
             return loss
         weights, ignored = counted
-        counts = target != ignored
+        counts = torch.ones_like(target, dtype=torch.bool) if ignored is None else target != ignored
         weight = counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum()
         # A number, where the host need not wait for it.
         return Loss(loss, weight=weight.item() if weight.is_cpu else weight)
 
-    def _counted(self, target: torch.Tensor) -> tuple[torch.Tensor | None, int] | None:
+    def _counted(self, target: torch.Tensor) -> tuple[torch.Tensor | None, int | None] | None:
         """Return the class weights and the ignored label of a mean over them, by the criterion's options at present.
 
         Returns:
             None where the mean is over samples.
         """
         criterion: Any = self.criterion
-        if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-            if _has_own_forward(criterion) and (self.counts_samples or criterion.weight is None):
+        if self.divisors is not None:
+            weights = criterion.weight if "weights" in self.divisors else None
+            ignored = criterion.ignore_index if "valid" in self.divisors else None
+            if weights is None and ignored is None:
                 return None
+        elif isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
             weights, ignored = criterion.weight, criterion.ignore_index
         else:
             is_partial = isinstance(criterion, partial)
@@ -200,11 +207,6 @@ class Supervised:
         return None if is_summed(self) or target.is_floating_point() else (weights, ignored)
 
 
-def _has_own_forward(criterion: nn.Module) -> bool:
-    """Return whether a cross entropy has a forward other than PyTorch's, which may take other targets."""
-    return type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-
-
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
     """Return a loss function that applies a criterion to the model's output and a target.
 
@@ -214,8 +216,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the
     mean of the batch: by class weights, and by the targets that are not ignored. Only on accelerators, with one label
     per sample and the default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
-    A subclass with a forward of its own counts samples, or its class weights if it has some, unless its mean of two
-    samples shows that it divides by their number nevertheless, as a focal loss may.
+    A subclass with a forward of its own counts what its means of two samples show that it divides by: class weights,
+    the targets that are not ignored, or samples, as a focal loss may. An update warns of one that mixes these.
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read in each update from its
@@ -245,27 +247,35 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     if isinstance(owner, nn.Module) and bare == owner.forward:
         bare = owner
     criterion = bare if isinstance(bare, nn.Module) else criterion
-    own = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and _has_own_forward(criterion)
-    loss_fn = Supervised(criterion, target, counts_samples=own and _counts_samples(criterion))
+    own = isinstance(criterion, _WeightedLoss) and type(criterion).forward.__module__ != _WeightedLoss.__module__
+    loss_fn = Supervised(criterion, target, divisors=_divisors_of(criterion) if own else None)
     is_summed(loss_fn)  # raises an error if the criterion does not reduce
     return loss_fn
 
 
-def _counts_samples(criterion: Any) -> bool:
-    """Return whether a criterion divides by the number of samples, given class weights: if two samples show that."""
+def _divisors_of(criterion: Any) -> frozenset[str]:
+    """Return what a criterion with a forward of its own divides by, as two samples show; see `Supervised.divisors`."""
     weight = torch.tensor([1.0, 3.0]) if criterion.weight is None else criterion.weight  # it may get some later
     target = torch.stack([weight.argmax(), weight.argmin()])
     output = torch.linspace(-1, 1, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
+    # Taken for means by weights until two samples show what they are: the criterion may take other targets.
+    found = {"weights"} if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) else set()
     try:
         probe = copy.deepcopy(criterion)
-        probe.weight, probe.reduction = weight, "mean"
+        probe.weight, probe.reduction, probe.ignore_index = weight, "mean", IGNORED
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
-    except Exception:  # noqa: BLE001 - it takes other targets
-        return False
-    first, second = weight[target].tolist()
-    by_weights: float = (first * one + second * other) / (first + second)
-    return abs(both - (one + other) / 2) < abs(both - by_weights)
+            first, second = weight[target].tolist()
+            by_weights = (first * one + second * other) / (first + second)
+            found = {"weights"} if math.isclose(both, by_weights, rel_tol=TOLERANCE) else set()
+            target[1] = IGNORED
+            if hasattr(criterion, "ignore_index") and math.isclose(
+                float(probe(output, target)), one, rel_tol=TOLERANCE
+            ):
+                found.add("valid")
+    except Exception:  # noqa: BLE001, S110 - it takes other targets, or ignores none
+        pass
+    return frozenset(found)
 
 
 def is_summed(loss_fn: LossFunction) -> bool:
