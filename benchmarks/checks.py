@@ -30,10 +30,10 @@ from workloads import WORKLOADS
 
 import lockstep as ls
 from lockstep.data import Fingerprint
-from lockstep.updaters.attempt import Described
+from lockstep.updaters.attempt.attempt import Described
 from lockstep.updaters.ranks import coordinator, rank_reduction
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.state import TrainingState
+from lockstep.updaters.state.training import TrainingState
 
 SUCCESSIVE = 4  # updates with or without the checks: one on each batch, and one that compares a part of the state
 ALLOWED_SECONDS: Final = 10e-6

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
 import lockstep as ls
-from lockstep.communicators.failures import Watch
+from lockstep.communicators.failures.watch import Watch
 from tests.support.emulated.pool import on_emulated_devices
 
 

@@ -26,13 +26,13 @@ from lockstep.communicators.environment import (
     timeout_for as timeout_for,
     use_loopback as use_loopback,
 )
-from lockstep.communicators.failures import (
+from lockstep.communicators.failures.exits import (
     AGENT_ENV as AGENT_ENV,
     AgentDeadline as AgentDeadline,
-    Watch as Watch,
     end_with_parent as end_with_parent,
-    traceback_text as traceback_text,
 )
+from lockstep.communicators.failures.failure import traceback_text as traceback_text
+from lockstep.communicators.failures.watch import Watch as Watch
 from lockstep.communicators.joining import is_ip_address as is_ip_address, listening_store as listening_store
 from lockstep.communicators.kernel_class import kernel_class as kernel_class, self_test as self_test
 from lockstep.communicators.local import LocalCommunicator as LocalCommunicator
@@ -40,8 +40,6 @@ from lockstep.communicators.process import (
     ProcessCommunicator as ProcessCommunicator,
     find_communicator as find_communicator,
 )
-from lockstep.communicators.sums import SmallSum as SmallSum
-from lockstep.communicators.transport import (
-    MessageTable as MessageTable,
-    refusing_collectives as refusing_collectives,
-)
+from lockstep.communicators.sums.small import SmallSum as SmallSum
+from lockstep.communicators.transport.channel import refusing_collectives as refusing_collectives
+from lockstep.communicators.transport.messages import MessageTable as MessageTable

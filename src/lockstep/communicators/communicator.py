@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lockstep.arguments import check_choice, check_integer
-from lockstep.communicators.failures import Watch
-from lockstep.communicators.transport import MessageTable
+from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.transport.messages import MessageTable
 from lockstep.digest import seal
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors

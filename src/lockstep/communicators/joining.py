@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from lockstep.communicators.environment import BRIEF_ENV, LOOPBACK, RunEnvironment, read_environment, use_loopback
-from lockstep.communicators.failures import START, Failure, PeerErrorHook, Watch, is_of_transport
+from lockstep.communicators.failures.exits import PeerErrorHook
+from lockstep.communicators.failures.failure import Failure, is_of_transport
+from lockstep.communicators.failures.watch import START, Watch
 from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:

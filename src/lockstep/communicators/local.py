@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum, SumAudit
-from lockstep.communicators.failures import Watch
-from lockstep.communicators.transport import MessageTable
+from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.transport.messages import MessageTable
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors, total
 

@@ -14,31 +14,19 @@ from torch import nn
 from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum, SumAudit
 from lockstep.communicators.comparison import check_same
 from lockstep.communicators.environment import read_environment, timeout_for
-from lockstep.communicators.failures import Watch, end_with_agent, watch_group
+from lockstep.communicators.failures.exits import end_with_agent
+from lockstep.communicators.failures.watch import Watch, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
-from lockstep.communicators.sums import (
-    EXACT,
-    OrderedSum,
-    PlanSizes,
-    SmallSum,
-    SumPlan,
-    WireFormat,
-    audited_sum,
-    plan_sum,
-    split_sparse,
-    sum_sparse,
-    wire_format,
-)
-from lockstep.communicators.transport import (
-    Channel,
-    MessageTable,
-    TensorSpec,
-    all_reduce,
-    broadcast,
-    exchange,
-    gather_owned,
-)
+from lockstep.communicators.sums.audit import audited_sum
+from lockstep.communicators.sums.ordered_sum import OrderedSum
+from lockstep.communicators.sums.planning import PlanSizes, SumPlan, plan_sum
+from lockstep.communicators.sums.small import SmallSum
+from lockstep.communicators.sums.sparse import split_sparse, sum_sparse
+from lockstep.communicators.sums.wire import EXACT, WireFormat, wire_format
+from lockstep.communicators.transport.channel import Channel
+from lockstep.communicators.transport.messages import MessageTable, exchange
+from lockstep.communicators.transport.packing import TensorSpec, all_reduce, broadcast, gather_owned
 from lockstep.tree import PartialSum, Tensors
 
 AUDITED_SIZES: Final = PlanSizes(slice=2**20)

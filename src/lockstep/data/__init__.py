@@ -10,15 +10,14 @@ from lockstep.data.iterable_batches import (
     check_not_split_by_rank as check_not_split_by_rank,
 )
 from lockstep.data.iterator import Iterator as Iterator
-from lockstep.data.parts import (
+from lockstep.data.parts.dataset import Parts as Parts, SectionOrder as SectionOrder
+from lockstep.data.parts.files import (
     ParquetRows as ParquetRows,
-    Part as Part,
-    Parts as Parts,
     Safetensors as Safetensors,
-    SectionOrder as SectionOrder,
-    StreamPart as StreamPart,
     TarSamples as TarSamples,
     TextLines as TextLines,
     Tokens as Tokens,
 )
+from lockstep.data.parts.part import Part as Part
+from lockstep.data.parts.streams import StreamPart as StreamPart
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 from lockstep.arguments import check_bool, check_choice, check_integer, misfit
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import Iterator, SampleFilter
-from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
+from lockstep.data.parts.dataset import Parts, SectionOrder, num_shared, positions_by_worker
 from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_numbers
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours

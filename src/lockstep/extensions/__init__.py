@@ -12,23 +12,20 @@ from lockstep.extensions.averages import (
 from lockstep.extensions.evaluator import Evaluator as Evaluator
 from lockstep.extensions.fail_on_non_finite import FailOnNonFinite as FailOnNonFinite
 from lockstep.extensions.log_report import LogReport as LogReport
-from lockstep.extensions.loggers import (
-    CSVLogger as CSVLogger,
-    Logger as Logger,
-    MLflowLogger as MLflowLogger,
-    TensorBoardLogger as TensorBoardLogger,
-    WandbLogger as WandbLogger,
-)
-from lockstep.extensions.observers import (
+from lockstep.extensions.loggers.csv_logger import CSVLogger as CSVLogger
+from lockstep.extensions.loggers.logger import Logger as Logger
+from lockstep.extensions.loggers.mlflow_logger import MLflowLogger as MLflowLogger
+from lockstep.extensions.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+from lockstep.extensions.loggers.wandb_logger import WandbLogger as WandbLogger
+from lockstep.extensions.observers.observe import (
     GradientNorm as GradientNorm,
     ObserveLR as ObserveLR,
     ObserveValue as ObserveValue,
     ParameterStatistics as ParameterStatistics,
-    RunRecord as RunRecord,
     Throughput as Throughput,
-    VariableStatisticsPlot as VariableStatisticsPlot,
 )
-from lockstep.extensions.plots import PlotReport as PlotReport
+from lockstep.extensions.observers.run_record import RunRecord as RunRecord
+from lockstep.extensions.plots import PlotReport as PlotReport, VariableStatisticsPlot as VariableStatisticsPlot
 from lockstep.extensions.screen import PrintReport as PrintReport, ProgressBar as ProgressBar
 from lockstep.extensions.snapshot import Snapshot as Snapshot
 from lockstep.extensions.step_scheduler import StepScheduler as StepScheduler

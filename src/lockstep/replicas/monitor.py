@@ -19,8 +19,8 @@ from lockstep import nest
 from lockstep.arguments import check_number
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.batch import argument_names
-from lockstep.replicas.pool import NULL_CONTEXT
+from lockstep.replicas.batch.inputs import argument_names
+from lockstep.replicas.pool.devices import NULL_CONTEXT
 from lockstep.state import check_keys
 
 Statistic: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | float]"

@@ -1,11 +1,7 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.compute import (
-    Clock as Clock,
-    ShardFunction as ShardFunction,
-    ShardResult as ShardResult,
-    Stopwatch as Stopwatch,
-)
+from lockstep.updaters.compute.clock import Clock as Clock, Stopwatch as Stopwatch
+from lockstep.updaters.compute.shard_gradients import ShardFunction as ShardFunction, ShardResult as ShardResult
 from lockstep.updaters.loss import (
     BatchLoss as BatchLoss,
     Loss as Loss,
@@ -17,25 +13,19 @@ from lockstep.updaters.loss import (
     supervised as supervised,
 )
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater, StandardUpdater as StandardUpdater
-from lockstep.updaters.ranks import CURE as CURE, describe_error as describe_error, raise_error as raise_error
+from lockstep.updaters.ranks.coordinator import describe_error as describe_error, raise_error as raise_error
+from lockstep.updaters.ranks.same_batches import CURE as CURE
 from lockstep.updaters.result import (
     ShardReport as ShardReport,
     SkippedUpdate as SkippedUpdate,
     UpdateResult as UpdateResult,
 )
-from lockstep.updaters.setup import (
-    MAIN as MAIN,
-    Converter as Converter,
-    batch_size as batch_size,
-    by_name as by_name,
-    check_functions as check_functions,
-)
-from lockstep.updaters.state import (
-    CODE as CODE,
-    UNKNOWN_SHAPE as UNKNOWN_SHAPE,
-    Carried as Carried,
-    copy_state as copy_state,
-)
-from lockstep.updaters.step import InferenceRunner as InferenceRunner
+from lockstep.updaters.setup.batches import Converter as Converter, batch_size as batch_size
+from lockstep.updaters.setup.names import MAIN as MAIN, by_name as by_name
+from lockstep.updaters.setup.recipe import check_functions as check_functions
+from lockstep.updaters.state.carried import Carried as Carried
+from lockstep.updaters.state.recipe_fields import CODE as CODE, UNKNOWN_SHAPE as UNKNOWN_SHAPE
+from lockstep.updaters.state.savepoint import copy_state as copy_state
+from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

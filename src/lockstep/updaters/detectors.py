@@ -26,7 +26,7 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning
 from lockstep.nest import attributes, listed
 from lockstep.updaters.loss import BatchLoss, Supervised
-from lockstep.updaters.setup import NamedLoss
+from lockstep.updaters.setup.names import NamedLoss
 
 
 def references(value: Any) -> list[object]:

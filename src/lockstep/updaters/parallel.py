@@ -18,22 +18,25 @@ from lockstep.elsewhere import GIVEN_ONCE, STANDARD_UPDATER, UPDATER, UPDATER_NA
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
-from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
-from lockstep.updaters.compute import Clock
+from lockstep.updaters.attempt.attempt import GradientRequest
+from lockstep.updaters.attempt.audit import Auditor, OnFault
+from lockstep.updaters.attempt.context import UpdateContext
+from lockstep.updaters.compute.clock import Clock
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, recipe as recipes
-from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
-from lockstep.updaters.step import (
-    CopyAhead,
-    CustomStep,
-    InferenceRunner,
-    Schedulers,
-    ShardOptimizer,
-    assemble,
-    check_run_options,
-    needs_custom_step,
-)
+from lockstep.updaters.setup import recipe as recipes
+from lockstep.updaters.setup.batches import Converter
+from lockstep.updaters.setup.names import MAIN
+from lockstep.updaters.setup.recipe import Accumulation, batches_per_update
+from lockstep.updaters.state.carried import Carried
+from lockstep.updaters.state.checkpoint import live_state_of, load_state, state_of
+from lockstep.updaters.state.recipe_fields import RecipeFields, recipe_fields
+from lockstep.updaters.step.assembly import Schedulers, assemble
+from lockstep.updaters.step.checks import check_run_options, needs_custom_step
+from lockstep.updaters.step.custom_step import CustomStep
+from lockstep.updaters.step.inference import InferenceRunner
+from lockstep.updaters.step.next_batches import CopyAhead
+from lockstep.updaters.step.placement import ShardOptimizer
 from lockstep.updaters.updater import Updater
 
 

@@ -19,7 +19,7 @@ from lockstep.extensions import GradientNorm, LogReport, ObserveLR, ObserveValue
 from lockstep.extensions.observers.observe import _DeviceLoad
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
-from lockstep.updaters.compute import Clock
+from lockstep.updaters.compute.clock import Clock
 from tests.support.plain_updaters import CountingUpdater
 from tests.support.resuming import vectors
 from tests.support.runs import Placement, finalized, updater_for

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.replicas.buffers import BufferRule
+from lockstep.replicas.buffers.buffer_refs import BufferRule
 from tests.support.ranks import run_on_ranks
 from tests.support.small_updater import Changing, mean_of_output, updater_of
 

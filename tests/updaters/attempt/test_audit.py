@@ -18,7 +18,7 @@ from torch.nn import functional
 import lockstep as ls
 from lockstep.digest import checksum
 from lockstep.plan import Shard
-from lockstep.updaters.attempt import Auditor
+from lockstep.updaters.attempt.audit import Auditor
 
 NUM_SHARDS = 4
 

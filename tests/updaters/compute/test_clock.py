@@ -7,7 +7,7 @@ import threading
 import torch
 
 from lockstep.communicators import Watch
-from lockstep.updaters.compute import Clock
+from lockstep.updaters.compute.clock import Clock
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from torch import nn
 import lockstep as ls
 from lockstep import plan
 from lockstep.communicators import Watch
-from lockstep.updaters.compute import Clock
 from lockstep.updaters.compute.clock import (
     TIMED_COMPUTATIONS,
     UNTIMED_COMPUTATIONS,
+    Clock,
     MeasuredSpeeds,
     workloads_of,
 )

@@ -16,8 +16,9 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.communicators import process
-from lockstep.communicators.sums import PlanSizes, audit, bucket, sparse
-from lockstep.communicators.transport import Channel
+from lockstep.communicators.sums import audit, bucket, sparse
+from lockstep.communicators.sums.planning import PlanSizes
+from lockstep.communicators.transport.channel import Channel
 from lockstep.updaters.ranks import rank_reduction, rank_sum
 from tests.updaters.attempt.test_audit import digest_of, run, updater_of
 

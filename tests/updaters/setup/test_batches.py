@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
 from lockstep.plan import Shard
-from lockstep.updaters.setup import Conversion
+from lockstep.updaters.setup.batches import Conversion
 from tests.support.ranks import run_on_ranks
 from tests.support.small_updater import finalized
 

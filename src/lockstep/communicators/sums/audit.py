@@ -19,7 +19,9 @@ from lockstep.communicators.sums.bucket import FlatTensors, flat_views
 from lockstep.communicators.sums.ordered_sum import OrderedSum, format_back
 from lockstep.communicators.sums.planning import Segment, SumPlan
 from lockstep.communicators.sums.wire import WireFormat
-from lockstep.communicators.transport import Channel, broadcast, exchange
+from lockstep.communicators.transport.channel import Channel
+from lockstep.communicators.transport.messages import exchange
+from lockstep.communicators.transport.packing import broadcast
 from lockstep.digest import checksum, checksums
 from lockstep.tree import PartialSum, Tensors
 

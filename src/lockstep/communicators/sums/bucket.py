@@ -10,7 +10,8 @@ import torch
 
 from lockstep.communicators.sums.planning import Bucket, Segment
 from lockstep.communicators.sums.wire import WireFormat
-from lockstep.communicators.transport import Channel, PeerTensor, PostedWork, begin_all_reduce, unpack
+from lockstep.communicators.transport.channel import Channel, PeerTensor, PostedWork
+from lockstep.communicators.transport.packing import begin_all_reduce, unpack
 
 TERMS_TAG: Final = 1
 """The tag of terms that are sent to the owners."""

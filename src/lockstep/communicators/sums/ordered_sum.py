@@ -13,7 +13,7 @@ from lockstep.communicators.communicator import PendingSum, check_complete, chec
 from lockstep.communicators.sums.bucket import BeforeAdding, BucketTransfer, FlatTensors, SumContext
 from lockstep.communicators.sums.planning import SumPlan
 from lockstep.communicators.sums.wire import EXACT, WireFormat
-from lockstep.communicators.transport import Channel
+from lockstep.communicators.transport.channel import Channel
 from lockstep.tree import Tensors
 
 MAX_IN_FLIGHT: Final = 2

@@ -30,7 +30,8 @@ import torch
 
 from lockstep.communicators.communicator import Contribution
 from lockstep.communicators.sums.small import size_of_terms
-from lockstep.communicators.transport import LONG_TENSOR_BYTES, PAIR_SIZE, TensorSpec, plan_packets
+from lockstep.communicators.transport.channel import PAIR_SIZE
+from lockstep.communicators.transport.packing import LONG_TENSOR_BYTES, TensorSpec, plan_packets
 from lockstep.plan import Piece, slices
 from lockstep.tree import merge_order
 

@@ -14,7 +14,8 @@ from typing import Final
 import torch
 
 from lockstep.communicators.communicator import Contribution
-from lockstep.communicators.transport import ROW_ALIGNMENT, MessageTable, TensorSpec
+from lockstep.communicators.transport.messages import ROW_ALIGNMENT, MessageTable
+from lockstep.communicators.transport.packing import TensorSpec
 from lockstep.tree import PartialSum, Tensors, total
 
 CACHED_LAYOUTS: Final = 64

@@ -13,7 +13,9 @@ import torch
 
 from lockstep.communicators.communicator import Contribution, SumAudit
 from lockstep.communicators.sums.audit import SeenSlice, compare
-from lockstep.communicators.transport import Channel, broadcast, exchange
+from lockstep.communicators.transport.channel import Channel
+from lockstep.communicators.transport.messages import exchange
+from lockstep.communicators.transport.packing import broadcast
 from lockstep.digest import seal
 from lockstep.tree import PartialSum, Tensors, total
 

@@ -14,7 +14,8 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.failures import Watch, is_of_transport
+from lockstep.communicators.failures.failure import is_of_transport
+from lockstep.communicators.failures.watch import Watch
 from lockstep.errors import OrderError, PeerError
 
 PAIR_SIZE: Final = 2

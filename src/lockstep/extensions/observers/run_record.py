@@ -16,7 +16,7 @@ from lockstep._version import __version__
 from lockstep.arguments import check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
-from lockstep.extensions.loggers import recipe_of
+from lockstep.extensions.loggers.logger import recipe_of
 from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer

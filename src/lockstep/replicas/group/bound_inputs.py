@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from lockstep.replicas.batch import BatchDim, Inputs, read_inputs
+from lockstep.replicas.batch.inputs import BatchDim, Inputs, read_inputs
 
 Description: TypeAlias = "tuple[str, Sequence[int]]"
 """The name or path of an input, and its shape for the whole batch."""

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas.batch import GradMode, Outputs, check_grad_mode
-from lockstep.replicas.passes import apply_tensor_hooks, why_no_mean
+from lockstep.replicas.batch.input_gradients import GradMode, check_grad_mode
+from lockstep.replicas.batch.outputs import Outputs
+from lockstep.replicas.passes.means import why_no_mean
+from lockstep.replicas.passes.summing import apply_tensor_hooks
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 

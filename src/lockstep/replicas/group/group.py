@@ -14,24 +14,20 @@ from lockstep.arguments import check_integer
 from lockstep.errors import OrderError
 from lockstep.metrics import Metric
 from lockstep.plan import Shard
-from lockstep.replicas.batch import (
-    NO_GRADIENTS,
-    BatchDim,
-    GradMode,
-    InputGradients,
-    Inputs,
-    ShardInputs,
-    check_dims,
-    read_input_modes,
-)
-from lockstep.replicas.buffers import BufferRules, check_no_computed_buffers, trained_buffers
+from lockstep.replicas.batch.input_gradients import NO_GRADIENTS, GradMode, InputGradients, read_input_modes
+from lockstep.replicas.batch.inputs import BatchDim, Inputs, ShardInputs, check_dims
+from lockstep.replicas.buffers.buffer_refs import BufferRules, check_no_computed_buffers, trained_buffers
 from lockstep.replicas.group.bound_inputs import Description
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads, warn_of_no_mean
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
-from lockstep.replicas.passes import Backward, Forward, ForwardBackward, shards_of_batch
-from lockstep.replicas.pool import REQUIRES_GRAD, CallSigint, Devices, ReplicaSet, Timeout
+from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward, shards_of_batch
+from lockstep.replicas.pool.copies import REQUIRES_GRAD
+from lockstep.replicas.pool.devices import Devices
+from lockstep.replicas.pool.interrupts import CallSigint
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.worker import Timeout
 from lockstep.tree import Tensors
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.replicas.batch import Inputs, named_outputs
+from lockstep.replicas.batch.inputs import Inputs
+from lockstep.replicas.batch.outputs import named_outputs
 from lockstep.replicas.group.bound_inputs import arguments_of, data_and_labels
-from lockstep.replicas.modules import ModuleWrapper
-from lockstep.replicas.pool import HOOK_NAMES, copy_model
+from lockstep.replicas.modules.on_device import ModuleWrapper
+from lockstep.replicas.pool.copies import HOOK_NAMES, copy_model
 from lockstep.streams import restored_generators
 
 MAX_MIXED_INPUTS: Final = 4

@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.errors import OrderError
 from lockstep.nest import call_arguments
-from lockstep.replicas.batch import (
+from lockstep.replicas.batch.input_gradients import InputModes
+from lockstep.replicas.batch.inputs import (
     BatchDim,
-    InputModes,
     Inputs,
     named_inputs,
     number_positions,

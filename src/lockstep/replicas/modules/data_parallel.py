@@ -17,10 +17,10 @@ from torch import nn
 from lockstep.arguments import check_integer
 from lockstep.elsewhere import DATA_PARALLEL, names_ours
 from lockstep.errors import OrderError
-from lockstep.replicas.batch import (
+from lockstep.replicas.batch.input_gradients import InputGradients
+from lockstep.replicas.batch.inputs import (
     BatchDim,
     DimNest,
-    InputGradients,
     Inputs,
     check_dims,
     dims_by_path,
@@ -29,14 +29,17 @@ from lockstep.replicas.batch import (
     positional_names,
     read_inputs,
 )
-from lockstep.replicas.buffers import BufferRules, check_rules
+from lockstep.replicas.buffers.buffer_refs import BufferRules, check_rules
 from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
 from lockstep.replicas.modules.nccl import BroadcastingSet
 from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
-from lockstep.replicas.passes import Forward, ForwardBackward
-from lockstep.replicas.pool import CHECKPOINT, Devices, ReplicaSet, Timeout, identity, module_of_hooks, parse_device
+from lockstep.replicas.passes.forward_backward import Forward, ForwardBackward
+from lockstep.replicas.pool.devices import Devices, parse_device
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.settings import CHECKPOINT, identity, module_of_hooks
+from lockstep.replicas.pool.worker import Timeout
 from lockstep.tree import Tensors
 
 PATH_START: Final = re.compile(r"[^\[.]*")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.replicas.modules.flat_parameters import lay_end_to_end
-from lockstep.replicas.pool import ReplicaSet
+from lockstep.replicas.pool.replica_set import ReplicaSet
 
 
 class BroadcastingSet(ReplicaSet):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas.pool import device_context, parse_device, refuse_wrapped
+from lockstep.replicas.pool.copies import refuse_wrapped
+from lockstep.replicas.pool.devices import device_context, parse_device
 
 MODULE_PREFIX = "module."
 """The prefix that the names of the wrapped module's tensors have inside of the wrapper."""

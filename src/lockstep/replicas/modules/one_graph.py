@@ -18,10 +18,11 @@ from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from lockstep.plan import Shard
-from lockstep.replicas.batch import BatchDim, Inputs
-from lockstep.replicas.buffers import trained_buffers
+from lockstep.replicas.batch.inputs import BatchDim, Inputs
+from lockstep.replicas.buffers.buffer_refs import trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
-from lockstep.replicas.passes import Forward, ForwardBackward, ShardHooks, shards_of_batch
+from lockstep.replicas.passes.forward_backward import Forward, ForwardBackward, shards_of_batch
+from lockstep.replicas.passes.tasks import ShardHooks
 from lockstep.state import temporarily
 from lockstep.tree import PartialSum, total
 

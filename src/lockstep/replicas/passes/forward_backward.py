@@ -22,24 +22,19 @@ from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.metrics import collecting
 from lockstep.plan import Shard
-from lockstep.replicas.batch import BatchDim, Inputs, Outputs, ShardForward, read_outputs
-from lockstep.replicas.buffers import (
-    BufferRef,
-    BufferRules,
-    BufferSum,
-    buffer_refs,
-    check_buffers,
-    check_rules,
-    combine_buffers,
-    trained_buffers,
-    warn_of_means,
-)
+from lockstep.replicas.batch.inputs import BatchDim, Inputs
+from lockstep.replicas.batch.outputs import Outputs, ShardForward, read_outputs
+from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, buffer_refs, check_rules, trained_buffers
+from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_buffers
+from lockstep.replicas.buffers.replica_buffers import check_buffers, warn_of_means
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
 from lockstep.replicas.passes.shard_runner import ShardRunner, create_runners
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
 from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ShardHooks, mode_of
-from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, ReplicaSet, ThreadSettings, inherited
+from lockstep.replicas.pool.interrupts import CallSigint
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.settings import SINGLE_THREAD, ComputeMode, ThreadSettings, inherited
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.digest import checksums
-from lockstep.replicas.pool import ReplicaSet, hidden_parameters
+from lockstep.replicas.pool.copies import hidden_parameters
+from lockstep.replicas.pool.replica_set import ReplicaSet
 
 MOST_COPIED: Final = 2**22
 """The number of elements up to which parameters are copied. Of more only checksums are kept: a copy would be the

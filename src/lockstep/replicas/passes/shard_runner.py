@@ -21,9 +21,12 @@ from torch.autograd.graph import _engine_run_backward
 
 from lockstep.errors import ReplicaError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import BufferRules, ReplicaBuffers
+from lockstep.replicas.buffers.buffer_refs import BufferRules
+from lockstep.replicas.buffers.replica_buffers import ReplicaBuffers
 from lockstep.replicas.passes.shard_streams import ShardStreams
-from lockstep.replicas.pool import ReplicaSet, cure_of, samples_text
+from lockstep.replicas.pool.deterministic import cure_of
+from lockstep.replicas.pool.progress import samples_text
+from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.tree import Tensors
 
 GRADIENT_OF: Final = attrgetter("grad")

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
-from lockstep.replicas.pool import NO_MODULE, NULL_CONTEXT
+from lockstep.replicas.pool.devices import NO_MODULE, NULL_CONTEXT
 from lockstep.streams import (
     THREAD_STREAMS,
     DefaultGeneratorGuard,

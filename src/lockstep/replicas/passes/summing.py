@@ -13,7 +13,8 @@ import torch
 from lockstep import plan
 from lockstep.plan import Piece
 from lockstep.precision import resolve_conj_neg, to_device
-from lockstep.replicas.pool import ReplicaSet, ThreadSettings
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.settings import ThreadSettings
 from lockstep.tree import PartialSum, Tensors, total
 
 MIN_PARALLEL_ELEMENTS: Final = 400_000

@@ -14,12 +14,13 @@ from lockstep import nest
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
-from lockstep.replicas.batch import Inputs, ShardForward
-from lockstep.replicas.buffers import BufferSum
+from lockstep.replicas.batch.inputs import Inputs
+from lockstep.replicas.batch.outputs import ShardForward
+from lockstep.replicas.buffers.buffer_sums import BufferSum
 from lockstep.replicas.passes.leaks import check_no_inner_backward
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import resume_stream, stream_position
-from lockstep.replicas.pool import NULL_CONTEXT
+from lockstep.replicas.pool.devices import NULL_CONTEXT
 from lockstep.tree import ShardSum, Tensors
 
 

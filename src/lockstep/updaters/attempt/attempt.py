@@ -17,10 +17,11 @@ from lockstep.replicas import BufferSum
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, OverflowCheck
-from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
+from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
+from lockstep.updaters.compute.shares import RankShare
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
-from lockstep.updaters.setup import DeviceShards
+from lockstep.updaters.setup.batches import DeviceShards
 
 
 class Described(NamedTuple):

@@ -18,8 +18,9 @@ import torch
 
 from lockstep.precision import LossScale, cannot_skip, first_flagged
 from lockstep.replicas import unpackable_buffer
-from lockstep.updaters.setup import Names, OnOverflow
-from lockstep.updaters.state import TrainingState
+from lockstep.updaters.setup.names import Names
+from lockstep.updaters.setup.recipe import OnOverflow
+from lockstep.updaters.state.training import TrainingState
 
 LOG = logging.getLogger("lockstep")
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from lockstep.communicators import Watch
-from lockstep.updaters.setup import DeviceShards
+from lockstep.updaters.setup.batches import DeviceShards
 
 DATA: Final = "data"
 COMPUTE: Final = "compute"

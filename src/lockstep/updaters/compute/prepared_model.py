@@ -25,7 +25,7 @@ from lockstep.replicas import (
     create_runners,
 )
 from lockstep.updaters.compute.merging import can_be_merged
-from lockstep.updaters.setup import Recipe
+from lockstep.updaters.setup.recipe import Recipe
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The modules that a `LightningModule` may come from; neither is imported here."""

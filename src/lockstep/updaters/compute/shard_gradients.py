@@ -25,7 +25,7 @@ from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
 from lockstep.updaters.compute.merging import GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
-from lockstep.updaters.state import CarriedAttempt
+from lockstep.updaters.state.carried import CarriedAttempt
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})

@@ -14,8 +14,9 @@ from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
 from lockstep.updaters.detectors import outside_tensors
 from lockstep.updaters.ranks.same_code import check_code, describe_code
-from lockstep.updaters.setup import Recipe
-from lockstep.updaters.state import TrainingState, recipe_fields
+from lockstep.updaters.setup.recipe import Recipe
+from lockstep.updaters.state.recipe_fields import recipe_fields
+from lockstep.updaters.state.training import TrainingState
 
 LOG = logging.getLogger("lockstep")
 

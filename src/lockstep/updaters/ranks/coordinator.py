@@ -15,7 +15,8 @@ from lockstep.communicators import Communicator, first_difference, traceback_tex
 from lockstep.errors import DisagreementError, OrderError, PeerError, PeerInterrupt, SignalExit
 from lockstep.replicas import fork_error
 from lockstep.stopping import STOP
-from lockstep.updaters.attempt import Described, UpdateSigint
+from lockstep.updaters.attempt.attempt import Described
+from lockstep.updaters.attempt.context import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches

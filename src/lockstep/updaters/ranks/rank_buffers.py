@@ -10,7 +10,8 @@ from lockstep.communicators import Communicator, Contribution, SumAudit
 from lockstep.digest import fingerprint
 from lockstep.replicas import EXTREMES, BufferRef, BufferSum, as_real, merged_firsts, move_partials, rule_error
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.compute import DeviceGradientTask, RankShare
+from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
+from lockstep.updaters.compute.shares import RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
 

@@ -12,8 +12,10 @@ import torch
 
 from lockstep.communicators import Communicator, SumAudit, SumFault
 from lockstep.replicas import BufferRef
-from lockstep.updaters.attempt import Attempt, Described, Exchange
-from lockstep.updaters.compute import ShardAssignment, workloads_of
+from lockstep.updaters.attempt.attempt import Attempt, Described
+from lockstep.updaters.attempt.audit import Exchange
+from lockstep.updaters.compute.clock import workloads_of
+from lockstep.updaters.compute.shares import ShardAssignment
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
@@ -21,7 +23,7 @@ from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.setup import MAIN
+from lockstep.updaters.setup.names import MAIN
 
 LOG = logging.getLogger("lockstep")
 

@@ -21,7 +21,8 @@ import torch
 from lockstep.communicators import Communicator, Contribution, PendingSum, SmallSum, SumAudit
 from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.compute import EarlySend, RankShare
+from lockstep.updaters.compute.early_send import EarlySend
+from lockstep.updaters.compute.shares import RankShare
 
 SMALL_BYTES: Final = 2**20
 """The number of bytes that a rank may send with its message, to all others together, if all are on one machine."""

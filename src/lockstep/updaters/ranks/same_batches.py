@@ -11,7 +11,7 @@ from zlib import crc32
 
 from lockstep.data import fingerprint
 from lockstep.errors import DisagreementError
-from lockstep.updaters.attempt import Described
+from lockstep.updaters.attempt.attempt import Described
 
 BATCHES: Final = "batches"
 """The name under which ranks compare what they were given; its value is a list of the checksums of `Described`."""

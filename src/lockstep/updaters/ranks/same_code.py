@@ -22,8 +22,9 @@ from torch import nn
 from lockstep.communicators import Communicator, Difference, gather
 from lockstep.data import BatchIterator
 from lockstep.updaters.loss import BatchLoss, Supervised
-from lockstep.updaters.setup import Recipe
-from lockstep.updaters.state import TrainingState, name_of
+from lockstep.updaters.setup.recipe import Recipe
+from lockstep.updaters.state.recipe_fields import name_of
+from lockstep.updaters.state.training import TrainingState
 
 CURE: Final = (
     "Start every rank from the same files, and patch functions on all ranks or on none. To change what a rank logs or "

@@ -21,7 +21,8 @@ from lockstep.digest import digest
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters.loss import Supervised
-from lockstep.updaters.setup import MAIN, Recipe
+from lockstep.updaters.setup.names import MAIN
+from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.frozen import frozen_names, frozen_text
 

@@ -18,7 +18,7 @@ from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameters_of, to_device
 from lockstep.replicas import ReplicaSet
-from lockstep.updaters.setup import MAIN, Names
+from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint

@@ -13,18 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
-from lockstep.updaters.attempt import Auditor, Deferral
-from lockstep.updaters.ranks import Coordinator, RankConsistency, join_ranks
-from lockstep.updaters.setup import (
+from lockstep.updaters.attempt.audit import Auditor
+from lockstep.updaters.attempt.deferred import Deferral
+from lockstep.updaters.ranks.consistency import RankConsistency
+from lockstep.updaters.ranks.coordinator import Coordinator
+from lockstep.updaters.ranks.rank_reduction import join_ranks
+from lockstep.updaters.setup.names import (
     NetworkSet,
-    Recipe,
     by_name,
     check_unnamed,
     iterators_by_name,
     named_schedulers,
     parse_networks,
 )
-from lockstep.updaters.state import Carried, CarriedValues, TrainingState
+from lockstep.updaters.setup.recipe import Recipe
+from lockstep.updaters.state.carried import Carried, CarriedValues
+from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.checks import (
     check_fit,
     check_reached,

@@ -25,12 +25,13 @@ from lockstep.nest import attributes
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
-from lockstep.updaters.attempt import Attempt
-from lockstep.updaters.compute import PreparedModel
+from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.detectors import LOSSES, compares_objects, names_in, references, values_read
 from lockstep.updaters.loss import BatchLoss
-from lockstep.updaters.setup import NetworkSet, Recipe
-from lockstep.updaters.state import Carried
+from lockstep.updaters.setup.names import NetworkSet
+from lockstep.updaters.setup.recipe import Recipe
+from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.fused import check_dense
 
 COMPARED: Final = (torch.Tensor, bool, int, float, str)

@@ -14,13 +14,14 @@ from lockstep.arguments import look_up
 from lockstep.digest import seal
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
-from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
+from lockstep.updaters.attempt.attempt import Attempt, Described, GradientRequest
+from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.detectors import generator_states, moved
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
-from lockstep.updaters.ranks import describe_batch
+from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names
+from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.step.assembly import Parts
 
 

@@ -24,44 +24,22 @@ from lockstep.replicas import (
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
-from lockstep.updaters.attempt import (
-    Attempt,
-    Audit,
-    Auditor,
-    Exchange,
-    GradientRequest,
-    UpdateContext,
-    check_finite,
-    names_of_seals,
-)
-from lockstep.updaters.compute import (
-    Clock,
-    DeviceGradientTask,
-    GradientContext,
-    MeasuredSpeeds,
-    PreparedModel,
-    RankShare,
-    ShardAssignment,
-    share_of,
-    without_gradients,
-    workloads_of,
-)
+from lockstep.updaters.attempt.attempt import Attempt, GradientRequest, check_finite
+from lockstep.updaters.attempt.audit import Audit, Auditor, Exchange, names_of_seals
+from lockstep.updaters.attempt.context import UpdateContext
+from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
+from lockstep.updaters.compute.prepared_model import PreparedModel, without_gradients
+from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
+from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
 from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.loss import is_summed
-from lockstep.updaters.ranks import RankReduction
-from lockstep.updaters.setup import (
-    MAIN,
-    Conversion,
-    Recipe,
-    batch_size,
-    batches_per_update,
-    changes,
-    check_whole,
-    may_draw,
-    most_batches,
-    read_batches,
-)
-from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
+from lockstep.updaters.ranks.rank_reduction import RankReduction
+from lockstep.updaters.setup.batches import Conversion, batch_size, changes, check_whole, may_draw, read_batches
+from lockstep.updaters.setup.names import MAIN
+from lockstep.updaters.setup.recipe import Recipe, batches_per_update, most_batches
+from lockstep.updaters.state import lazy
+from lockstep.updaters.state.carried import CarriedAttempt
+from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,

@@ -18,17 +18,12 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import Devices, ReplicaSet, ShardRunner, ShardStreams
 from lockstep.streams import DEFAULT_GENERATOR_LOCK
-from lockstep.updaters.attempt import UpdateContext
-from lockstep.updaters.compute import (
-    DeviceForwards,
-    RankShare,
-    ShardAssignment,
-    ShardFunction,
-    ShardResult,
-    recording_runners,
-    share_of,
-)
-from lockstep.updaters.setup import MAIN, Conversion, Converter, batch_size, itself
+from lockstep.updaters.attempt.context import UpdateContext
+from lockstep.updaters.compute.prepared_model import recording_runners
+from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardFunction, ShardResult
+from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
+from lockstep.updaters.setup.batches import Conversion, Converter, batch_size
+from lockstep.updaters.setup.names import MAIN, itself
 from lockstep.updaters.step.assembly import Parts
 
 SEED_OFFSET = 2**64

@@ -16,8 +16,8 @@ from lockstep.errors import RandomStreamWarning
 from lockstep.replicas import CopyStreams, ReplicaSet
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultGeneratorGuard
-from lockstep.updaters.compute import RankShare
-from lockstep.updaters.setup import Conversion, DeviceShards, batch_size
+from lockstep.updaters.compute.shares import RankShare
+from lockstep.updaters.setup.batches import Conversion, DeviceShards, batch_size
 
 CopyAhead: TypeAlias = "bool | Literal['auto']"
 """Whether batches are copied one update ahead; "auto" where that can change no result."""

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
 from lockstep.precision import asks_for_closure, parameters_of
-from lockstep.updaters.ranks import Coordinator
-from lockstep.updaters.state import ShardedState, TrainingState
+from lockstep.updaters.ranks.coordinator import Coordinator
+from lockstep.updaters.state.sharding import ShardedState
+from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.sharing import SharedStep, steps_elements
 from lockstep.updaters.step.stepping import can_step_in_parts
 

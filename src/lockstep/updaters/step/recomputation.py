@@ -16,11 +16,18 @@ from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
 from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
-from lockstep.updaters.attempt import Attempt, Audit, Seals, UpdateContext, run_as_elsewhere, seals_of
-from lockstep.updaters.compute import DeviceGradientTask, PreparedModel, RankShare
+from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.attempt.audit import Audit, Seals, seals_of
+from lockstep.updaters.attempt.context import UpdateContext
+from lockstep.updaters.attempt.other_place import run_as_elsewhere
+from lockstep.updaters.compute.prepared_model import PreparedModel
+from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
+from lockstep.updaters.compute.shares import RankShare
 from lockstep.updaters.result import ShardReport
-from lockstep.updaters.setup import Conversion, Recipe, copied, may_draw
-from lockstep.updaters.state import CarriedAttempt, TrainingState
+from lockstep.updaters.setup.batches import Conversion, copied, may_draw
+from lockstep.updaters.setup.recipe import Recipe
+from lockstep.updaters.state.carried import CarriedAttempt
+from lockstep.updaters.state.training import TrainingState
 
 LEADS: Final = (20, 5, 2, 0)
 """By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the

@@ -15,8 +15,9 @@ from lockstep.communicators import Communicator
 from lockstep.digest import digest
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
-from lockstep.updaters.ranks import describe_error, raise_error
-from lockstep.updaters.state import ShardedState, copy_state, moving, refuse_named_state
+from lockstep.updaters.ranks.coordinator import describe_error, raise_error
+from lockstep.updaters.state.savepoint import copy_state
+from lockstep.updaters.state.sharding import ShardedState, moving, refuse_named_state
 from lockstep.updaters.step.stepping import (
     Part,
     RunOnDevices,

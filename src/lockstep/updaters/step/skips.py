@@ -11,9 +11,10 @@ import torch
 
 from lockstep.errors import NonFiniteError, NonFiniteWarning
 from lockstep.metrics import read
-from lockstep.updaters.attempt import Attempt, DeferredCheck
+from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.attempt.deferred import DeferredCheck
 from lockstep.updaters.result import SkippedUpdate, UpdateResult
-from lockstep.updaters.state import TrainingState
+from lockstep.updaters.state.training import TrainingState
 
 HELD: Final = 512
 """The number of the latest unread checks that are kept one by one; older ones are merged."""
