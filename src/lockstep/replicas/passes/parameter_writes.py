@@ -19,9 +19,9 @@ largest that a run ever holds."""
 _MESSAGE: Final = (
     "`model` must not write to its parameters while a loss is computed, because all shards compute with the same "
     "values, got one whose {!r} has changed. If the first forward initializes parameters by its batch, run the model "
-    "on a batch in training mode before you create the updater. Keep values that every forward changes, such as moving "
-    "averages, in buffers, and change weights between updates: in a post hook of the optimizer's step, or in an "
-    "extension."
+    "on a batch in training mode under torch.no_grad() before you create the updater. Keep values that every forward "
+    "changes, such as moving averages, in buffers, and change weights between updates: in a post hook of the "
+    "optimizer's step, or in an extension."
 )
 
 
