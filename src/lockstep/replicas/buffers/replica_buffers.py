@@ -325,9 +325,9 @@ def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> t
         raise ValueError(
             f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
             f"{ref.name!r} of a {type(ref.module).__name__}, which was {tuple(start.shape)}. "
-            "If the first forward gives it its shape, as in observers of torch.ao, run the model on a batch in training"
-            " mode under torch.no_grad() before you create the updater. Store a tensor without a fixed shape in a plain "
-            "attribute."
+            "If the first forward gives it its shape, as in observers of torch.ao, run the model on a batch in "
+            "training mode under torch.no_grad() before you create the updater. Store a tensor without a fixed shape "
+            "in a plain attribute."
         )
     # The usual case, in fewer calls for each of what may be hundreds of buffers.
     if value.dtype == start.dtype and value.device == start.device and not value.requires_grad:
