@@ -341,6 +341,23 @@ def test_modules_that_get_their_shape_in_the_first_update_are_no_difference(tmp_
     assert ls.digest(resumed.state_dict()) == ls.digest(made.state_dict())
 
 
+def test_parameters_in_another_order_are_refused(saved: Path) -> None:
+    made = updater(optimizer=lambda each: sgd()(list(each)[::-1]))
+    with pytest.raises(ls.StateError, match=r"order_of_parameters is .* in the same order in every process, as model"):
+        ls.snapshots.restore(made, saved)
+    made.finalize()
+
+
+def test_an_older_snapshot_without_their_order_is_read(saved: Path) -> None:
+    made = updater()
+    own = made.recipe_fields()
+    earlier = {name: value for name, value in own.items() if name != "optimizer.order_of_parameters"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recipes.check_recipe(saved, earlier, own, ()) == []
+    made.finalize()
+
+
 def test_an_option_that_is_new_is_a_warning(saved: Path) -> None:
     made = updater()
     own = made.recipe_fields()
