@@ -414,11 +414,10 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model, self.training.optimizers)
             # Labels may be ignored, or classes weighted, later. On accelerators the host would wait in every update.
-            self._watches_means &= not self.replicas.accelerators
-        no_means = attempt.gradient_context.no_means
-        if no_means and any(no_means):
+            self._watches_means &= not (self.replicas.accelerators or request.deferred)
+        if any(attempt.gradient_context.no_means or ()):
             self._watches_means = False
-            warn_of_no_means(no_means)
+            warn_of_no_means(attempt.gradient_context.no_means or ())
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check() or attempt.refuted
         left_out |= attempt.gradient_context.merges and self._is_spoiled(attempt)
