@@ -159,12 +159,6 @@ class Resumption:
         return Parent(self.run_id, self.update)
 
 
-ORDER: Final = (
-    "An optimizer must be given the same parameters in the same order in every process, as model.parameters() returns "
-    "them; that of a set differs. "
-)
-
-
 def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], accept: Collection[str]) -> list[Change]:
     """Check that a run has the recipe of a snapshot, except for fields that may differ.
 
@@ -196,9 +190,9 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
         if any(_is_shape(each.name) for each in refused):
             raise StateError(
                 f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
-                f"{ORDER if any(_is_order(each.name) for each in refused) else ''}"
-                "Restore it. `accept` cannot help, because the weights do not fit. To start a new run from those that "
-                "do, load what `lockstep export` writes by model.load_state_dict(..., strict=False), in another folder."
+                "Restore it, and give an optimizer its parameters in the order of model.parameters(), not of a set. "
+                "`accept` cannot help, because the weights do not fit. To start a new run from those that do, load "
+                "what `lockstep export` writes by model.load_state_dict(..., strict=False), in another folder."
             )
         names = ", ".join(repr(each.name) for each in refused[:LISTED]) + ("," if len(refused) == 1 else "")
         raise StateError(

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
@@ -228,7 +228,12 @@ def refusing_collectives(who: str, why: str) -> Iterator[None]:
 def _numbers_sent() -> list[int]:
     """Return how often each group of this process has sent or received something."""
     groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()  # noqa: SLF001 - no public list
-    return [each._get_sequence_number_for_group() for each in groups]  # noqa: SLF001 - as above
+    found = list[int]()
+    for each in groups:
+        # Backends of others need not count.
+        with suppress(RuntimeError):
+            found.append(each._get_sequence_number_for_group())  # noqa: SLF001 - as above
+    return found
 
 
 def spin_seconds_for(num_ranks: int) -> float:
