@@ -499,6 +499,13 @@ def test_a_loss_of_thousands_of_terms_is_looked_through() -> None:
     assert why_no_mean(sum([*terms, ignoring(scores, Y)]), len(X)).startswith("a term that is")  # type: ignore[arg-type]
 
 
+def test_a_sum_that_is_doubled_is_looked_through_once() -> None:
+    total = functional.cross_entropy(X @ torch.randn(4, 3, requires_grad=True), Y)
+    for _ in range(64):
+        total = total + total
+    assert why_no_mean(total, len(X)) == ""
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("begins", [1, 3, 5])
 def test_labels_that_are_ignored_later_are_warned_of_then(begins: int, num_devices: int) -> None:

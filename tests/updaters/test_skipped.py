@@ -170,7 +170,7 @@ def test_nothing_is_read_outside_of_the_interval() -> None:
 
 def test_old_checks_are_merged_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skips, "HELD", 3)
-    monkeypatch.setattr(engine, "CHECKED_AGAIN", 100)
+    monkeypatch.setattr(engine, "AUDITED_AGAIN", 100)
     with finalized(updater_of("device", max_skipped=3)) as updater:
         updater.update()
         with Reads() as reads:

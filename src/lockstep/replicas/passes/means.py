@@ -62,16 +62,10 @@ def _selects(node: Any, num_samples: int) -> bool:
     """
     before = _changing(node.next_functions[0][0])
     if _name(node) == "DivBackward":
-        number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
-        is_constant = number.numel() == 1 and not any(each for each, _ in node.next_functions[1:])
+        number = _constant_of(node)
         # Other sums are divided by a multiple of the number of samples, which may be no integer.
-        return (
-            _name(before) == "SumBackward"
-            and is_constant
-            and [*before._saved_self_sym_sizes][:1] == [num_samples]  # noqa: SLF001 - as above
-            and float(number).is_integer()
-            and float(number) % num_samples != 0
-        )
+        is_of_samples = _name(before) == "SumBackward" and [*before._saved_self_sym_sizes][:1] == [num_samples]  # noqa: SLF001 - as above
+        return is_of_samples and number is not None and number.is_integer() and number % num_samples != 0
     masks = getattr(before, "_saved_indices", None) if _name(before) == "IndexBackward" else None
     mask = masks[0] if masks else getattr(before, "_saved_mask", None)
     if mask is None or mask.dtype != torch.bool or mask.shape[:1] != (num_samples,):
@@ -92,6 +86,12 @@ def _changing(node: Any) -> Any:
     return node
 
 
+def _constant_of(node: Any) -> float | None:
+    """Return the number that a division divides by; None where it is a tensor of several elements or has a graph."""
+    number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
+    return None if number.numel() != 1 or any(each for each, _ in node.next_functions[1:]) else float(number)
+
+
 def _terms(node: Any, *, reads: bool) -> tuple[list[Any], float | None]:
     """Return the nodes of the terms of a sum, and the number of terms by which it is divided, None if by none.
 
@@ -101,15 +101,15 @@ def _terms(node: Any, *, reads: bool) -> tuple[list[Any], float | None]:
     """
     divisor: float | None = None
     if _name(node) == "DivBackward":
-        (term, _), *others = node.next_functions
-        number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
-        is_constant = reads and number.numel() == 1 and not any(each for each, _ in others)
-        node, divisor = term, float(number) if is_constant else 0
-    left, terms = [node], list[Any]()
+        divisor = (_constant_of(node) if reads else None) or 0
+        node = node.next_functions[0][0]
+    # Sums of sums are looked at once, or a sum that is doubled n times would take 2**n steps.
+    left, terms, sums = [node], list[Any](), set[Any]()
     while left:
         each = _changing(left.pop())
         if _name(each) in {"AddBackward", "SubBackward"}:
-            left += [part for part, _ in each.next_functions]
+            left += [] if each in sums else [part for part, _ in each.next_functions]
+            sums.add(each)
         elif each is not None:
             terms.append(each)
     return ([] if divisor not in {None, len(terms)} else terms), divisor

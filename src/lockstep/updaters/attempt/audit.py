@@ -66,6 +66,12 @@ MOST_NAMES: Final = 3
 """The number of names that a warning lists at most."""
 
 
+def few(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def names_of_seals(parameters: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the names of what is compared, in the order in which `seals_of` is given it.
 
@@ -267,9 +273,7 @@ class Finding:
         """Return what is known of the cause, and the cure."""
         if not self.moved:
             return CAUSES
-        more = len(self.moved) - MOST_NAMES
-        names = ", ".join(self.moved[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-        return f"While the shard was computed, this changed, which is no part of the model: {names}. {CURE}"
+        return f"While the shard was computed, this changed, which is no part of the model: {few(self.moved)}. {CURE}"
 
     def name_of(self, place: Place, devices: Sequence[torch.device]) -> str:
         """Return the name of a place for a message."""

@@ -59,7 +59,7 @@ LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
-CHECKED_AGAIN: Final = 8
+AUDITED_AGAIN: Final = 8
 """The number of updates after which another one is audited, as after 16, 32, 64, ...: what a program does wrong may
 begin later, such as in a second phase of its loss."""
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
@@ -131,7 +131,7 @@ class GradientEngine:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
         self._start = self._audited = self.training.iteration
         self._checked_until = self._start + CHECKED_UPDATES
-        self._audited_again = self._start + CHECKED_AGAIN
+        self._audited_again = self._start + AUDITED_AGAIN
         self._watches_means = True
         self.auditor.restart(self._start)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)

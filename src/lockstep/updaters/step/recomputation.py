@@ -17,7 +17,7 @@ from lockstep.precision import copy_to_device
 from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.attempt.audit import Audit, Seals, seals_of
+from lockstep.updaters.attempt.audit import Audit, Seals, few, seals_of
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.attempt.other_place import run_as_elsewhere
 from lockstep.updaters.compute.prepared_model import PreparedModel
@@ -169,7 +169,7 @@ class Recomputation:
             found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))
             if found:
                 both = " and ".join(str(each.index) for each in audit.neighbours.values())
-                changed = f" Meanwhile this changed: {', '.join(names)}." if (names := audit.moved()) else ""
+                changed = f" Meanwhile this changed: {few(names)}." if (names := audit.moved()) else ""
                 raise OrderError(
                     f"Shards {both} of one of the first updates were computed once more, each in the thread of its "
                     f"device and in turn after each operation, and {found}.{changed} {SHARED}"
