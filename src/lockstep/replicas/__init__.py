@@ -75,7 +75,13 @@ from lockstep.replicas.pool.devices import (
     usable_cores as usable_cores,
 )
 from lockstep.replicas.pool.interrupts import DeferredSigint as DeferredSigint
-from lockstep.replicas.pool.probes import FreshMemory as FreshMemory, Turns as Turns, fill as fill
+from lockstep.replicas.pool.probes import (
+    Constants as Constants,
+    FreshMemory as FreshMemory,
+    Turns as Turns,
+    fill as fill,
+    uncompiled as uncompiled,
+)
 from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, fork_error as fork_error
 from lockstep.replicas.pool.settings import (
     SINGLE_THREAD as SINGLE_THREAD,

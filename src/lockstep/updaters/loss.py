@@ -467,7 +467,8 @@ def loss_weight(loss: Loss, num_samples: int, *, no_means: set[str] | None = Non
             # The most usual mean is seen at once, because losses are looked at in every update.
             is_usual = loss.value.is_cpu and node is not None and node.name() == "NllLossBackward0"
             if not (is_usual and (node._saved_total_weight.item(), node._saved_reduction) == (num_samples, BY_MEAN)):  # noqa: SLF001 - autograd has no public names
-                no_means.add(why_no_mean(loss.value, num_samples))
+                why = why_no_mean(loss.value, num_samples)
+                no_means.add(why and f"{why} over them,")
         return float(num_samples)
     weight = float(loss.weight)
     if not (math.isfinite(weight) and weight >= 0):

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from lockstep.replicas import Constants, uncompiled
 from lockstep.verify.modes import users_line
 
 NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 CASTS: Final = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
-DRAWS: Final = (
-    *("bernoulli", "rand", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "multinomial"),
-    *("poisson", "binomial"),
-)
-"""Beginnings of the names of operators that draw. `native_dropout` has a value of its own."""
 PAIR: Final = 2
 
 
@@ -65,38 +59,13 @@ class InFloat64(TorchFunctionMode):
         return func(*kept, *wide, **tree_map(widened, kwargs or {}))
 
 
-class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
-    """Replaces what operators draw by constants: dropout keeps every value, and a permutation moves nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, and overwrite what it has drawn."""
-        name = func.overloadpacket.__name__
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        made = func(*args, **(kwargs or {}))
-        if not name.startswith(DRAWS) or not isinstance(made, torch.Tensor) or made.is_meta:
-            return made
-        if name == "randperm":
-            return made.copy_(torch.arange(len(made)))
-        if name == "bernoulli":
-            return made.copy_(args[0])
-        if name.startswith("bernoulli"):
-            # Dropout divides by this probability.
-            chance = args[1] if len(args) > 1 else 0.5
-            return made.copy_(chance) if isinstance(chance, torch.Tensor) else made.fill_(chance)
-        return made.fill_(0.5 if made.is_floating_point() and not name.startswith(("normal", "randn")) else 0)
-
-
 @contextmanager
 def in_float64() -> Iterator[InFloat64]:
     """Compute in float64 and replace what is drawn by constants; yield the mode, which knows which lines pair rows."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    # Its import takes seconds, and without it nothing is compiled.
-    compiles = "torch._dynamo" in sys.modules
-    stance: Any = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     try:
-        with torch.enable_grad(), stance, Constants(), InFloat64() as mode:  # type: ignore[no-untyped-call]
+        with torch.enable_grad(), uncompiled(), Constants(), InFloat64() as mode:
             yield mode
     finally:
         torch.set_default_dtype(before)

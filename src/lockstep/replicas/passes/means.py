@@ -12,6 +12,14 @@ import torch
 
 REDUCED_BY_SUM: Final = 2
 """The number by which PyTorch knows ``reduction="sum"``."""
+REDUCED_BY_MEAN: Final = 1
+"""The number by which PyTorch knows ``reduction="mean"``."""
+SUMS: Final = frozenset({"AddBackward", "SubBackward"})
+"""The nodes of sums of losses."""
+PRODUCTS: Final = frozenset({"MulBackward", "DivBackward"})
+"""The nodes of losses with a factor."""
+SEVERAL: Final = frozenset({"StackBackward", "CatBackward"})
+"""The nodes of several losses in one tensor."""
 UNCHANGED: Final = frozenset(f"{name}Backward" for name in ("View", "Squeeze", "Unsqueeze", "ToCopy", "Neg", "Clone"))
 """The nodes of operations that leave a sum a sum."""
 OF_ONE_NUMBER: Final = frozenset(
@@ -33,20 +41,21 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
     if num_samples > 1 and name == "SumBackward" and [*node._saved_self_sym_sizes][:1] == [num_samples]:  # noqa: SLF001 - as below
         before = node.next_functions[0][0]
         # A sum of means, or of the losses of several tasks, may have as many terms as there are samples.
-        is_of_means = before is not None and before.name().startswith(("Mean", "Stack", "Cat"))
-        return "" if is_of_means else "a sum"
+        if before is None or not before.name().startswith(("Mean", "Stack", "Cat")):
+            return "a sum"
     if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
         return "a mean of a part of the elements"
     if num_samples > 1 and name in OF_ONE_NUMBER:
         return "a root, power, logarithm or exponential of one number"
-    # On an accelerator the host would wait.
-    terms, divisor = _terms(node, reads=value.is_cpu)
+    terms = _terms(node)
     start = "a term that is " if len(terms) > 1 else ""
-    for term in terms:
+    for term, is_scaled in terms:
         # A sum that is divided by the number of samples is a mean.
-        if getattr(term, "_saved_reduction", None) == REDUCED_BY_SUM and divisor != num_samples:
+        reduction = getattr(term, "_saved_reduction", None)
+        if reduction == REDUCED_BY_SUM and not is_scaled:
             return f"{start}a sum"
-        if _name(term).startswith("NllLoss") and value.is_cpu:
+        # On an accelerator the host would wait.
+        if reduction == REDUCED_BY_MEAN and _name(term).startswith("NllLoss") and value.is_cpu:
             total, targets = term._saved_total_weight, term._saved_target  # noqa: SLF001 - autograd has no public names
             if float(total) != targets.numel():
                 return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
@@ -92,24 +101,23 @@ def _constant_of(node: Any) -> float | None:
     return None if number.numel() != 1 or any(each for each, _ in node.next_functions[1:]) else float(number)
 
 
-def _terms(node: Any, *, reads: bool) -> tuple[list[Any], float | None]:
-    """Return the nodes of the terms of a sum, and the number of terms by which it is divided, None if by none.
+def _terms(node: Any) -> list[tuple[Any, bool]]:
+    """Return the nodes of the terms that a loss is combined of, each with whether it is multiplied or divided.
 
     Args:
-        node: The node of the sum, or of a mean of its terms.
-        reads: Whether a number by which it is divided may be read.
+        node: The node of the loss.
     """
-    divisor: float | None = None
-    if _name(node) == "DivBackward":
-        divisor = (_constant_of(node) if reads else None) or 0
-        node = node.next_functions[0][0]
     # Sums of sums are looked at once, or a sum that is doubled n times would take 2**n steps.
-    left, terms, sums = [node], list[Any](), set[Any]()
+    left, terms, seen = [(node, False)], list[tuple[Any, bool]](), set[Any]()
     while left:
-        each = _changing(left.pop())
-        if _name(each) in {"AddBackward", "SubBackward"}:
-            left += [] if each in sums else [part for part, _ in each.next_functions]
-            sums.add(each)
+        each, is_scaled = left.pop()
+        each = _changing(each)
+        name = _name(each)
+        parts = [part for part, _ in each.next_functions] if each is not None else []
+        is_of_several = name in {"SumBackward", "MeanBackward"} and _name(parts[0]) in SEVERAL
+        if name in SUMS or name in PRODUCTS or name in SEVERAL or is_of_several:
+            left += [] if each in seen else [(part, is_scaled or name not in SUMS) for part in parts]
+            seen.add(each)
         elif each is not None:
-            terms.append(each)
-    return ([] if divisor not in {None, len(terms)} else terms), divisor
+            terms.append((each, is_scaled))
+    return terms

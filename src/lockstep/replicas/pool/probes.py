@@ -1,14 +1,19 @@
-"""Modes that show what a result depends on: on memory that functions leave unwritten, or on another thread."""
+"""Modes that show what a result depends on: memory that functions leave unwritten, chance, or another thread."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import nan
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.precision import HALF_PRECISION
 
 ALLOCATIONS: Final = frozenset(
     {
@@ -56,6 +61,50 @@ def fill(tensor: torch.Tensor, value: float) -> None:
         tensor.fill_(value != 0)
     elif not tensor.is_quantized:
         tensor.fill_(0 if value == 0 else torch.iinfo(tensor.dtype).max)
+
+
+DRAWS: Final = (
+    *("bernoulli", "rand", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "multinomial"),
+    *("poisson", "binomial"),
+)
+"""Beginnings of the names of operators that draw. `native_dropout` has a value of its own."""
+
+
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
+    """Replaces what operators draw by constants: dropout keeps every value, and a permutation moves nothing.
+
+    Attributes:
+        in_half: Whether an operator has computed in half precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.in_half = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, and overwrite what it has drawn."""
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        made = func(*args, **(kwargs or {}))
+        if not isinstance(made, torch.Tensor):
+            return made
+        self.in_half |= made.dtype in HALF_PRECISION
+        if not name.startswith(DRAWS) or made.is_meta:
+            return made
+        if name in {"randperm", "bernoulli"}:
+            return made.copy_(torch.arange(len(made)) if name == "randperm" else args[0])
+        if name.startswith("bernoulli"):
+            # Dropout divides by this probability.
+            chance = args[1] if len(args) > 1 else 0.5
+            return made.copy_(chance) if isinstance(chance, torch.Tensor) else made.fill_(chance)
+        return made.fill_(0.5 if made.is_floating_point() and not name.startswith(("normal", "randn")) else 0)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which nothing is compiled, which would take long for other numbers of samples."""
+    # Its import takes seconds, and without it nothing is compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 PATIENCE: Final = 1.0

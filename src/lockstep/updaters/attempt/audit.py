@@ -161,6 +161,11 @@ class Audit:
             # What a generator of Python or NumPy of your own decides, the results show.
             self.drawn = [each for each in GENERATORS[:-1] if each in [*seeded, *moved(self.before, self.states())]]
 
+    @property
+    def differs(self) -> bool:
+        """Whether both computations are those of this rank and differ, so that something hidden decides."""
+        return None not in (self.first, self.again) and self.first != self.again
+
     def note_buffers(self, refs: Sequence[BufferRef], left: Sequence[torch.Tensor | None], rules: BufferRules) -> None:
         """Keep the checksums of buffers that a shard has left, and that shards may disagree on, if they are compared.
 

@@ -61,7 +61,7 @@ def run_as_elsewhere(
 
     def run() -> None:
         try:
-            with inherited(settings), _Watch(), _without_caches(users):
+            with inherited(settings), _Watch(), without_caches(users):
                 work()
         except Exception as error:  # noqa: BLE001 - the first computation has raised none, so the update goes on
             # The second computation needs more memory than the first, whose results are still there.
@@ -90,7 +90,7 @@ def run_as_elsewhere(
 
 
 @contextmanager
-def _without_caches(users: Iterable[object]) -> Iterator[None]:
+def without_caches(users: Iterable[object]) -> Iterator[None]:
     """Replace the cached functions of modules by those that they wrap, so that no cache is read, filled or emptied."""
     names = defining_modules(users)
     modules = [sys.modules[name] for name in names if name in sys.modules and name.split(".")[0] not in LIBRARIES]

@@ -330,7 +330,7 @@ def warn_of_no_means(found: Iterable[str]) -> None:
     """
     for what in sorted({*found} - {""}):
         warnings.warn(
-            f"`loss_fn` must return the mean over the samples of its shard, but returns {what} over them, so that the "
+            f"`loss_fn` must return the mean over the samples of its shard, but returns {what} so that the "
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
             "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
             "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "

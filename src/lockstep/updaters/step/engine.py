@@ -53,6 +53,7 @@ from lockstep.updaters.step.checks import (
     warn_of_no_means,
 )
 from lockstep.updaters.step.next_batches import NextBatches
+from lockstep.updaters.step.parts import compare_parts
 from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -225,7 +226,9 @@ class GradientEngine:
         if update < self._checked_until:
             options = options_of(self.training.optimizers, request.loss_fn)
             gradients.begin_first(options, reads_buffers=update == self._start)
-        if self._watches_means and share.num_shards > 1 and gradients.mean and not request.shard_loss:
+        # On accelerators the host would wait in every update.
+        reads = update == self._start or audits or not (self.replicas.accelerators or request.deferred)
+        if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
             gradients.no_means = set()
         if audit is not None:
             gradients.inspected = audit.compared
@@ -374,6 +377,7 @@ class GradientEngine:
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run(partial(self._again().elsewhere, attempt, attempt.audit, context))
                 self._again().side_by_side(attempt, attempt.audit, context)
+                compare_parts(self._again(), attempt, attempt.audit, context)
         if attempt.audit is not None:
             warn_of_means(attempt.audit.left)
             attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
@@ -413,8 +417,6 @@ class GradientEngine:
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model, self.training.optimizers)
-            # Labels may be ignored, or classes weighted, later. On accelerators the host would wait in every update.
-            self._watches_means &= not (self.replicas.accelerators or request.deferred)
         if any(attempt.gradient_context.no_means or ()):
             self._watches_means = False
             warn_of_no_means(attempt.gradient_context.no_means or ())

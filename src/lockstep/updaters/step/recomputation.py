@@ -118,7 +118,7 @@ class Recomputation:
     ) -> dict[int, Seals]:
         """Compute one shard on each of some devices; return the checksums by device."""
         found: dict[int, Seals] = {}
-        again = {place: self._tensors_of(attempt, audit, shard, place) for place, shard in shards.items()}
+        again = {place: self.tensors_of(attempt, audit, shard, place) for place, shard in shards.items()}
         carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
 
         def record(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
@@ -139,15 +139,19 @@ class Recomputation:
             if place in again:
                 around(place, partial(work, place))
 
+        self.run(compute, attempt, context)
+        return found
+
+    def run(self, compute: Callable[[int], None], attempt: Attempt, context: UpdateContext) -> None:
+        """Call a function with the index of each device, in the threads and with the random streams of an attempt."""
         self.streams.run(
             partial(self.replicas.run, compute, settings=context.settings),
             seed=self.recipe.seed,
             first=self.first_stream(attempt.request.computation),
-            parallel=len(tasks) > 1,
+            parallel=len(self.replicas.devices) > 1,
         )
-        return found
 
-    def _tensors_of(self, attempt: Attempt, audit: Audit, shard: Shard, place: int) -> list[tuple[Shard, Any]]:
+    def tensors_of(self, attempt: Attempt, audit: Audit, shard: Shard, place: int) -> list[tuple[Shard, Any]]:
         """Return a shard with new tensors on a device."""
         device = self.replicas.devices[place]
         if shard.index not in audit.given:
@@ -160,10 +164,8 @@ class Recomputation:
         Raises:
             OrderError: If one of them has other bits then, although a shard that is computed alone has the same ones.
         """
-        # Of what differs alone there is a warning.
-        hidden = None not in (audit.first, audit.again) and audit.first != audit.again
-        # All work stays in one thread, or a new thread may not get memory.
-        if hidden or context.settings.kept or is_memory_limited():
+        # Of what differs alone there is a warning. All work stays in one thread, or a new thread may not get memory.
+        if audit.differs or context.settings.kept or is_memory_limited():
             return
         for lead in LEADS if audit.neighbours else ():
             found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))

@@ -1,0 +1,237 @@
+"""A loss that is no mean over samples shows by its values for a shard and for parts of the shard."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+from tests.support.ranks import run_on_ranks
+from tests.support.runs import finalized
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(24) % 3
+WEIGHTS = torch.rand(24, generator=torch.Generator().manual_seed(2)) + 0.1
+SHOWN = "samples, of which parts have"
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 3))
+
+
+class Encoder(nn.Module):
+    """A variational encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_var = self.layer(x).chunk(2, dim=1)
+        drawn = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
+        return drawn, -0.5 * (1 + log_var - mean.square() - log_var.exp())
+
+
+def updater_of(
+    loss_fn: Any, build: Callable[[], nn.Module] = linear, *, num_devices: int = 1, **options: Any
+) -> ls.ParallelUpdater:
+    torch.manual_seed(1)
+    net = build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    batches = options.pop("batches", [(X, Y, WEIGHTS)])
+    options = {"num_shards": 3, "devices": ["cpu"] * num_devices, **options}
+    return ls.ParallelUpdater(batches, optimizer, net, loss_fn=loss_fn, **options)
+
+
+def said_by(updater: ls.ParallelUpdater, updates: int = 4) -> list[int]:
+    """Return the updates that warn of what the parts show."""
+    found = []
+    with finalized(updater):
+        for update in range(updates):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                updater.update()
+            found += [update for each in said if SHOWN in str(each.message)]
+    return found
+
+
+def each_loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(net(x), y, reduction="none")
+
+
+NO_MEANS: dict[str, Callable[..., Any]] = {
+    "a sum with a factor": lambda net, x, y, _: -1.5 * -each_loss(net, x, y).sum(),
+    "by a constant size": lambda net, x, y, _: each_loss(net, x, y).sum() / 32,
+    "weights of samples": lambda net, x, y, w: (each_loss(net, x, y) * w).sum() / w.sum(),
+    "the mean of weights": lambda net, x, y, w: (each_loss(net, x, y) * w).mean() / w.mean(),
+    "a scalar product": lambda net, x, y, w: each_loss(net, x, y) @ w,
+    "a mask": lambda net, x, y, w: functional.cross_entropy(net(x)[w > 0.5], y[w > 0.5]),
+    "a root as a term": lambda net, x, y, _: each_loss(net, x, y).mean() + net(x).square().mean().sqrt(),
+    "the hardest": lambda net, x, y, _: each_loss(net, x, y).topk(2).values.mean(),
+    "a loop": lambda net, x, y, _: sum(each_loss(net, x, y)),
+    "dice": lambda net, x, _, w: 1 - 2 * (net(x).sigmoid()[:, 0] * w).sum() / (net(x).sigmoid()[:, 0] + w).sum(),
+    "pairs": lambda net, x, _, __: functional.cross_entropy(net(x) @ net(x).T, torch.arange(len(x))),
+    "another weight": lambda net, x, y, w: ls.Loss((each_loss(net, x, y) * w).sum() / w.sum(), weight=w.square().sum()),
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("case", NO_MEANS)
+def test_what_is_no_mean_is_warned_of_once(case: str, num_devices: int) -> None:
+    assert said_by(updater_of(NO_MEANS[case], num_devices=num_devices)) == [0]
+
+
+def of_encoder(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def loss_fn(net: nn.Module, x: torch.Tensor, _: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+        drawn, divergence = net(x)
+        return functional.mse_loss(drawn, x[:, :2]) + 0.1 * reduced(divergence)
+
+    return loss_fn
+
+
+def test_random_numbers_hide_nothing() -> None:
+    assert said_by(updater_of(of_encoder(torch.sum), Encoder)) == [0]
+    assert said_by(updater_of(of_encoder(torch.mean), Encoder)) == []
+
+
+def mixed(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    share, order = torch.rand(()), torch.randperm(len(x))
+    out = net(share * x + (1 - share) * x[order])
+    return share * functional.cross_entropy(out, y) + (1 - share) * functional.cross_entropy(out, y[order])
+
+
+def diffused(net: nn.Module, x: torch.Tensor, _: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+    times = torch.randint(0, 10, (len(x),)) / 10
+    return (net(x + torch.randn_like(x) * times[:, None])[:, :1] - times[:, None]).square().mean()
+
+
+def penalized(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    loss = functional.cross_entropy(net(x), y)
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return loss + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def in_half(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return functional.cross_entropy(net(x), y) - 0.9 * functional.cross_entropy(net(1.1 * x), y)
+
+
+def refusing(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    if len(x) != 8:
+        raise RuntimeError("another number of samples")
+    return 2 * each_loss(net, x, y).sum()
+
+
+MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, Any]]] = {
+    "mean": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {}),
+    "batch normalization and dropout": (lambda net, x, y, _: each_loss(net, x, y).mean(), normalized, {}),
+    "weighted": (lambda net, x, y, w: (each_loss(net, x, y) * w).mean(), linear, {}),
+    "its weight": (lambda net, x, y, w: ls.Loss((each_loss(net, x, y) * w).sum() / w.sum(), w.sum()), linear, {}),
+    "mixed": (mixed, linear, {}),
+    "diffused": (diffused, linear, {}),
+    "a penalty of gradients": (penalized, linear, {}),
+    "half precision": (in_half, normalized, {}),
+    "bf16": (lambda net, x, y, _: each_loss(net, x, y).mean(), normalized, {"precision": "bf16"}),
+    "bf16-true": (
+        lambda net, x, y, _: each_loss(net, x.bfloat16(), y).mean(),
+        lambda: normalized().bfloat16(),
+        {"precision": "bf16-true"},
+    ),
+    "float32 in float64": (
+        lambda net, x, y, _: functional.cross_entropy(net(x.double()).float(), y),
+        lambda: linear().double(),
+        {},
+    ),
+    "strided": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {"split": "strided"}),
+    "several batches": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {"accumulate": 2}),
+    "one sample per shard": (lambda net, x, y, _: each_loss(net, x, y).sum(), linear, {"num_shards": 24}),
+    "not for parts": (refusing, linear, {}),
+    "changed in place": (lambda net, x, y, _: each_loss(net, x.mul_(2), y).mean(), linear, {}),
+    "summed on purpose": (lambda net, x, y, _: each_loss(net, x, y).sum(), linear, {"reduction": "sum"}),
+    "not audited": (lambda net, x, y, _: 2 * each_loss(net, x, y).sum(), linear, {"audit_every": 0}),
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("case", MEANS)
+def test_a_mean_raises_no_alarm(case: str, num_devices: int) -> None:
+    loss_fn, build, options = MEANS[case]
+    assert said_by(updater_of(loss_fn, build, num_devices=num_devices, **options)) == []
+
+
+def test_numbers_that_are_not_torchs_leave_it_open() -> None:
+    def noisy(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return each_loss(net, x, y).mean() * (1 + random.random())  # noqa: S311 - not torch's
+
+    assert said_by(updater_of(noisy)) == []
+
+
+def test_what_begins_later_is_found_in_the_next_audit() -> None:
+    begun: list[int] = []
+
+    def later(net: nn.Module, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (each_loss(net, x, y) * w).sum() / w.sum() if begun else each_loss(net, x, y).mean()
+
+    updater = updater_of(later)
+    with finalized(updater), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for update in range(9):
+            begun += [update] * (update == 5)
+            updater.update()
+    assert [str(each.message).count(SHOWN) for each in said] == [1]
+
+
+class Counted(nn.Module):
+    """Counts what it has seen in a buffer, and reports it."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = normalized()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        ls.report({"size": len(x)}, self)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_nothing_of_an_update_changes(num_devices: int) -> None:
+    found = []
+    for audit_every in (0, None):
+        updater = updater_of(
+            lambda net, x, y, _: each_loss(net, x, y).mean(),
+            Counted,
+            num_devices=num_devices,
+            audit_every=audit_every,
+            buffers={"seen": "sum"},
+        )
+        with finalized(updater):
+            seen = [dict(updater.update().observation()) for _ in range(3)]
+        modes = {each.training for each in updater.get_all_models()["main"].modules()}
+        found.append((ls.digest(updater.state_dict()), repr(seen), modes, torch.get_rng_state().tolist()))
+    assert found[0] == found[1]
+
+
+def _on_rank(communicator: ls.ProcessCommunicator, case: str) -> list[int]:
+    return said_by(updater_of(NO_MEANS[case], num_shards=4, communicator=communicator))
+
+
+def test_one_of_several_ranks_warns() -> None:
+    found = run_on_ranks(_on_rank, 2, "weights of samples")
+    assert sorted(found) == [[], [0]]
