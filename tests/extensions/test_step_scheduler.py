@@ -146,3 +146,26 @@ def test_an_evaluation_steers_all_devices_and_ranks_alike(tmp_path: Path) -> Non
     assert len(set(expected[1])) > 1
     assert train(str(tmp_path), 2) == expected
     assert launch_on_ranks(train, 2, str(tmp_path), 1) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda each: ReduceLROnPlateau(each, factor=0.5, patience=5),
+            r"got patience = 5 instead of 1\. Pass",
+        ),
+        (lambda each: ReduceLROnPlateau(each, factor=0.1, patience=1), r"got factor = 0\.1 instead of 0\.5"),
+        (lambda each: ExponentialLR(each, 0.5), r"got the kind = 'ExponentialLR' instead of 'ReduceLROnPlateau'"),
+    ],
+)
+def test_the_state_of_another_scheduler_is_refused(other: Any, message: str) -> None:
+    updater = OneOptimizer()
+    saved = StepScheduler(plateau(updater), "main/loss").state_dict()
+    scheduler = other(updater.optimizer)
+    extension = StepScheduler(scheduler, "main/loss" if isinstance(scheduler, ReduceLROnPlateau) else None)
+    before = scheduler.state_dict()
+    with pytest.raises(ls.StateError, match=message):
+        extension.load_state_dict(json.loads(json.dumps(saved)))
+    assert scheduler.state_dict() == before
+    StepScheduler(plateau(updater), "main/loss").load_state_dict(json.loads(json.dumps(saved)))

@@ -562,7 +562,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(out: Path, pat
     first.run()
     before = second.state_dict()
     with pytest.raises(StateError, match=message):
-        second.load_state_dict(damaged(first.state_dict(), path))
+        second.load_state_dict(damaged(first.state_dict(), path), strict=True)
     assert second.state_dict() == before
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.errors import StateError
 from lockstep.metrics import Average
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import scheduler_fields
 
 
 class StepScheduler(Extension):
@@ -59,6 +61,7 @@ class StepScheduler(Extension):
         self.value = value
         self.trigger = trigger
         self._average = Average()
+        self._options = dict(scheduler_fields(scheduler))
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that the scheduler belongs to an optimizer of the run.
@@ -99,12 +102,25 @@ class StepScheduler(Extension):
         self.scheduler.step(mean)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of the scheduler, and the mean of the current interval."""
-        return {"scheduler": self.scheduler.state_dict(), "average": self._average.state_dict()}
+        """Return the state of the scheduler, its options, and the mean of the current interval."""
+        average = self._average.state_dict()
+        return {"scheduler": self.scheduler.state_dict(), "options": self._options, "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state."""
-        check_keys(state, ("scheduler", "average"), of="StepScheduler")
+        """Load a saved state.
+
+        Raises:
+            StateError: If it is that of another kind of scheduler, or of one with other options.
+        """
+        check_keys(state, ("scheduler", "options", "average"), of="StepScheduler")
+        own, saved = self._options, state["options"]
+        for name in dict.fromkeys([*own, *saved]):
+            if own.get(name) != saved.get(name):
+                raise StateError(
+                    f"The scheduler of StepScheduler must be the one that was saved, got {name or 'the kind'} = "
+                    f"{own.get(name)!r} instead of {saved.get(name)!r}. Pass the same scheduler with the same options, "
+                    "or add the extension by another `name`, which starts the schedule anew."
+                )
         average = Average()
         average.load_state_dict(state["average"])
         self.scheduler.load_state_dict(dict(state["scheduler"]))

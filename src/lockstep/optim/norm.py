@@ -26,12 +26,22 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         A 0-d tensor per input, on the input's device; float64 for inputs of that precision, otherwise float32.
 
+    Raises:
+        TypeError: If a tensor is sparse.
+
     Determinism: the order of summation is a function of the shape. It does not depend on the number of
     threads, the memory layout or the other tensors.
 
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([])])
     [tensor(5.), tensor(0.)]
     """
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"A norm, as for `clip_grad_norm`, must be that of dense tensors, got one of {tensor.layout} of shape "
+                f"{[*tensor.shape]}. Pass sparse=False to the embedding, or give its weight to an optimizer whose "
+                "gradients are not clipped."
+            )
     # Flattened in logical order first, or the order of the additions would follow the layout in memory.
     chunks = [torch.split(tensor.detach().reshape(-1), CHUNK_NUMEL) for tensor in tensors]
     chunk_norms = _chunk_norms([chunk for parts in chunks for chunk in parts])

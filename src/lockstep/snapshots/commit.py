@@ -103,7 +103,7 @@ class _Places:
             is_name = type(name) is str and name != "__metadata__" and (name.isascii() or _as_utf8(name) == name)
             if not (is_name and isinstance(tensor, torch.Tensor)):
                 raise TypeError(f"`models` must hold tensors by their names, got {name!r} in {model!r}.")
-            index = self._index(tensor)
+            index = self._index(name, tensor)
             if index in stored:
                 tied[name] = stored[index]
             else:
@@ -115,7 +115,7 @@ class _Places:
         """Add the file of the tensors of trees that no model has, and set the places of all of them in the trees."""
         named = self.files[STATE] = {}
         for path, tensor, tagged in leaves:
-            index = self._index(tensor)
+            index = self._index("/".join(map(str, path)), tensor)
             if index not in self._at:
                 name = given = _as_utf8("/".join(map(str, path)))
                 while name in named:
@@ -124,12 +124,13 @@ class _Places:
                 named[name], self._at[index] = index, [STATE, name]
             tagged["$tensor"] = self._at[index]
 
-    def _index(self, tensor: torch.Tensor) -> int:
+    def _index(self, name: str, tensor: torch.Tensor) -> int:
         """Return the index of the first tensor that is the same memory."""
         if tensor.layout is not torch.strided or tensor.dtype not in _STORED or tensor.is_meta:
             raise TypeError(
-                f"A snapshot holds dense tensors of {', '.join(DTYPES)}, got {tensor.dtype} of the layout "
-                f"{tensor.layout} and the shape {list(tensor.shape)} on {tensor.device}."
+                f"A snapshot holds dense tensors of {', '.join(DTYPES)}, got {name!r} of {tensor.dtype}, the layout "
+                f"{tensor.layout} and the shape {list(tensor.shape)} on {tensor.device}. Hold complex128 as pairs of "
+                "float64 (torch.view_as_real), and other formats as dense tensors."
             )
         at = self._indices.setdefault(tensor.data_ptr(), [])
         # Tensors without elements have no memory that they could share.

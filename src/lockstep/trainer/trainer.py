@@ -325,11 +325,12 @@ class Trainer(KnowsOthers):
         """Load a saved state; all or nothing.
 
         Extensions are matched by name. If some were added or removed since the state was saved, one warning on rank 0
-        lists them: those that were added keep the state they have, and what was saved of the others is ignored.
+        lists them: those that were added keep the state they have, and what was saved of the others is ignored. So does
+        another kind of trigger, as of `until`.
 
         Args:
             state: The state that `state_dict` returned; left untouched.
-            strict: Whether to refuse a state with other extensions instead.
+            strict: Whether to refuse a state with other extensions, or other kinds of triggers, instead.
 
         Raises:
             StateError: If a key is missing or unknown, here or in a part; or if `strict` and the extensions differ.
@@ -343,7 +344,7 @@ class Trainer(KnowsOthers):
         check_extensions(state, self._entries, strict=strict, warn=self.is_main)
         observation: dict[str, Observed] = {name: Mean(*pair) for name, pair in state["observation"].items()}
         # Last among what can fail.
-        self._load_parts(state)
+        self._load_parts(state, strict=strict)
         self._elapsed = state["elapsed_time"]
         self.observation = observation
         # An extension that was removed is no longer to come, even if it was when the state was saved.
@@ -381,12 +382,22 @@ class Trainer(KnowsOthers):
         # Its tensors are loaded, and would stay in memory until the run ends.
         return replace(resumption, updater={}, surroundings=None)
 
-    def _load_parts(self, state: Mapping[str, Any]) -> None:
+    def _load_parts(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load every part, or none."""
-        parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = [(self.until, state["until"])]
-        for name in filter(state["extensions"].__contains__, self._entries):
-            parts.append((self._entries[name].trigger, state["triggers"][name]))
-            parts.append((self._entries[name].extension, state["extensions"][name]))
+        names = [*filter(state["extensions"].__contains__, self._entries)]
+        triggers = {"`until`": (self.until, state["until"])}
+        triggers |= {name: (self._entries[name].trigger, state["triggers"][name]) for name in names}
+        differing = (name for name, (each, saved) in triggers.items() if each.state_dict().keys() != saved.keys())
+        other = [] if strict else [*differing]
+        if other and self.is_main:
+            warnings.warn(
+                f"The saved state is that of another kind of trigger for {', '.join(other)}, which starts without it, "
+                "as in a new run.",
+                stacklevel=3,
+            )
+        parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = []
+        parts += [pair for name, pair in triggers.items() if name not in other]
+        parts += [(self._entries[name].extension, state["extensions"][name]) for name in names]
         # The updater last, so that it need not be restored: its state is as large as the model.
         load_all([*parts, (self.updater, state["updater"])])
 

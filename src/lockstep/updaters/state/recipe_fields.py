@@ -121,7 +121,7 @@ def settings_of(
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
         ("", iterators, _iterator_fields),
         ("optimizer", optimizers, partial(_optimizer_fields, paths=paths)),
-        ("scheduler", schedulers, _scheduler_fields),
+        ("scheduler", schedulers, scheduler_fields),
     )
     for kind, named, describe in parts:
         for name, each in named.items():
@@ -226,7 +226,8 @@ def _optimizer_fields(optimizer: Optimizer, paths: Mapping[int, str]) -> Iterato
         yield "hooks", [hook["hook"] for hook in optimizer.state_dict()["hooks"]]
 
 
-def _scheduler_fields(scheduler: LRScheduler) -> Iterator[tuple[str, Any]]:
+def scheduler_fields(scheduler: LRScheduler) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the options of a scheduler that has not stepped yet."""
     yield "", type(scheduler).__qualname__
     # All of it has its first value here, the constants as well as what moves later.
     for key, value in sorted(scheduler.state_dict().items()):

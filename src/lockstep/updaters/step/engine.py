@@ -12,6 +12,7 @@ from typing import Any, Final
 from lockstep.communicators import Watch, refusing_collectives
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
+from lockstep.precision import parameters_of
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -311,11 +312,20 @@ class GradientEngine:
             self._is_stale = True
             check_reached(self.training.optimizers, self.replicas.model)
             self.prepared = PreparedModel.of(self.replicas, self.recipe)
+            self._drop_lost_gradients()
             self._is_stale = False
         if any(map(ACCUMULATE_HOOKS_OF, self.prepared.parameters)):
             check_no_accumulate_hooks(self.prepared.named_parameters)
         if self.prepared.buffer_refs:
             check_no_trained_buffers(self.replicas.model, self.prepared.buffer_refs)
+
+    def _drop_lost_gradients(self) -> None:
+        """Drop the last gradients of parameters that have left the model, by which optimizers would step again."""
+        known = set(map(id, self.replicas.model.parameters()))
+        for optimizer in self.training.optimizers.values():
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in known:
+                    parameter.grad = None
 
     def _initialise(self, attempt: Attempt, context: UpdateContext) -> None:
         """Initialise parameters without a shape by the first shard of the first batch."""
