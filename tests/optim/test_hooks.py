@@ -395,7 +395,5 @@ def test_nothing_is_read_from_the_device(hook: hooks.GradientHook, cls: type[Cor
 def test_the_norm_of_a_sparse_gradient_is_refused() -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(
-        TypeError, match="must be that of dense tensors, got one of torch.sparse_coo of shape .*sparse=False"
-    ):
+    with pytest.raises(TypeError, match=r"must be that of dense tensors, got one of .*sparse=False"):
         hooks.GradientClipping(1.0)(torch.optim.SGD(embedding.parameters(), lr=0.1))
