@@ -105,6 +105,24 @@ def test_random_numbers_hide_nothing() -> None:
     assert said_by(updater_of(of_encoder(torch.mean), Encoder)) == []
 
 
+class Uncertain(nn.Module):
+    """Two tasks, weighted by learned uncertainties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(4, 4), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def weighted_tasks(net: Any, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    out = net(x)
+    losses = torch.stack([functional.cross_entropy(out[:, :3], y), out[:, 3].square().mean()])
+    return (losses * (-net.scales).exp() + net.scales).sum()
+
+
 def mixed(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     share, order = torch.rand(()), torch.randperm(len(x))
     out = net(share * x + (1 - share) * x[order])
@@ -140,6 +158,7 @@ MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, An
     "weighted": (lambda net, x, y, w: (each_loss(net, x, y) * w).mean(), linear, {}),
     "its weight": (lambda net, x, y, w: ls.Loss((each_loss(net, x, y) * w).sum() / w.sum(), w.sum()), linear, {}),
     "mixed": (mixed, linear, {}),
+    "as many tasks as samples": (weighted_tasks, Uncertain, {"num_shards": 12}),
     "diffused": (diffused, linear, {}),
     "a penalty of gradients": (penalized, linear, {}),
     "half precision": (in_half, normalized, {}),

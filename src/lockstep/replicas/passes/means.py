@@ -37,12 +37,10 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
     """
     node = _changing(value.grad_fn)
     name = _name(node)
-    # What is computed from a single sample is its mean.
-    if num_samples > 1 and name == "SumBackward" and [*node._saved_self_sym_sizes][:1] == [num_samples]:  # noqa: SLF001 - as below
-        before = node.next_functions[0][0]
-        # A sum of means, or of the losses of several tasks, may have as many terms as there are samples.
-        if before is None or not before.name().startswith(("Mean", "Stack", "Cat")):
-            return "a sum"
+    # What is computed from a single sample is its mean. As many numbers as there are samples may be those of tasks.
+    sizes = [*node._saved_self_sym_sizes] if name == "SumBackward" else []  # noqa: SLF001 - as below
+    if num_samples > 1 and len(sizes) > 1 and sizes[0] == num_samples:
+        return "a sum"
     if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
         return "a mean of a part of the elements"
     if num_samples > 1 and name in OF_ONE_NUMBER:
