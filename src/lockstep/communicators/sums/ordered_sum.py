@@ -103,7 +103,7 @@ class OrderedSum(PendingSum):
             self._send_next()
 
     def _take(self, index: int) -> None:
-        """Bring the terms of one tensor to where they are sent from."""
+        """Copy the terms of one tensor to where they can be sent from, if they are elsewhere."""
         tensors, event = self._given.pop(index)
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)

@@ -154,8 +154,8 @@ class Channel:
     def _post_as_one(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[dist.Work]:
         """Start all transfers by one call of NCCL."""
         # NCCL runs calls one after the other: with separate calls, two ranks that send first would wait for each
-        # other forever. Meanwhile torch would hold back `all_reduce`, `all_gather_into_tensor` and
-        # `reduce_scatter_tensor` of any thread on this group. Beside a sum only messages are sent, by other calls.
+        # other forever. Meanwhile torch holds back `all_reduce` and two other collectives that another thread
+        # calls on this group; beside a sum only messages are sent, by calls that it does not hold back.
         incoming = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for tensor, rank in receives]
         outgoing = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=rank) for tensor, rank in sends]
         return dist.batch_isend_irecv([*incoming, *outgoing])
