@@ -102,7 +102,7 @@ class PendingSum(ABC):
 
     @abstractmethod
     def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Add this rank's terms of one tensor to the sum.
+        """Add this rank's terms of one tensor to the sum; on an accelerator, those of the current stream.
 
         Args:
             index: The index of the tensor.
@@ -208,6 +208,11 @@ class Communicator(ABC):
         """Whether sums over shards have the bits of the tree, no matter how shards are distributed over ranks."""
         return True
 
+    @property
+    def sends_early(self) -> bool:
+        """Whether `begin_sum` can send tensors while the caller continues."""
+        return True
+
     @abstractmethod
     def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
         """Send a short message to every rank, and return the messages of all ranks in order of ranks.
@@ -278,8 +283,9 @@ class Communicator(ABC):
     def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start a sum as by `sum_partials` over tensors that become available one after the other.
 
-        On CPUs a thread sends tensors while the caller continues; the bits are the same. Start no other sum before
-        this one has ended; exchanging messages is allowed. Sparse tensors are not supported.
+        A thread sends tensors while the caller continues, on accelerators on a stream of its own and only if all are on
+        one device; the bits are the same. Start no other sum before this one has ended; exchanging messages is allowed.
+        Sparse tensors are not supported.
 
         Args:
             contributions: The contributions of all ranks, as for `sum_partials`.

@@ -81,6 +81,8 @@ class ProcessCommunicator(Communicator):
         self._wire = wire_format(compression)
         self._sizes = PlanSizes()
         self._connected = set[torch.device]()
+        self._streams: dict[torch.device, torch.Stream] = {}
+        """The streams on which sums are computed beside backward. Each keeps memory, so there is one per device."""
 
     @property
     def rank(self) -> int:
@@ -101,6 +103,12 @@ class ProcessCommunicator(Communicator):
     def exact(self) -> bool:
         """Whether nothing is rounded when it is sent; see `Communicator.exact`."""
         return self._wire is EXACT
+
+    @property
+    def sends_early(self) -> bool:
+        """Whether sums can be sent while the caller continues; see `Communicator.sends_early`."""
+        # A group of NCCL alone also sends messages by NCCL, whose order with a sum would differ between ranks.
+        return self._channel.message_device.type == "cpu"
 
     @property
     def bytes_sent(self) -> int:
@@ -172,12 +180,18 @@ class ProcessCommunicator(Communicator):
 
     def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
-        # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
-        background = all(tensor.device.type == "cpu" for tensor in like)
-        # The numbers of a rounded message are scaled together, so the slices must be those of any other sum.
-        sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR) if self.exact else self._sizes
-        plan = self._plan(contributions, like, sizes, exact=self.exact)
-        return OrderedSum(self._channel, plan, like, wire=self._wire, background=background)
+        devices = {tensor.device for tensor in like}
+        sizes, stream, on_cpu = self._sizes, None, all(device.type == "cpu" for device in devices)
+        if on_cpu and self.exact:
+            # The numbers of a rounded message are scaled together, so its slices must be those of any other sum.
+            sizes = replace(sizes, slice=sizes.slice // EARLY_SLICE_DIVISOR)
+        if not on_cpu and len(devices) == 1 and self.sends_early:
+            (device,) = devices
+            stream = self._streams[device] = self._streams.get(device) or torch.Stream(device)
+        # The collectives of a thread and the messages of its caller would be made in another order on each rank.
+        plan = self._plan(contributions, like, sizes, exact=self.exact and stream is None)
+        background = on_cpu or stream is not None
+        return OrderedSum(self._channel, plan, like, wire=self._wire, background=background, stream=stream)
 
     def _plan(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], sizes: PlanSizes, *, exact: bool

@@ -191,7 +191,7 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
             raise StateError(
                 f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
                 "Restore it, and give an optimizer its parameters in the order of model.parameters(), not of a set. "
-                "What the run has changed since, such as by add_param_group, change after you have created the updater. "
+                "What the run has changed since, such as by add_param_group, change after creating the updater. "
                 "`accept` cannot help, because the weights do not fit. To start a new run from those that do, load "
                 "what `lockstep export` writes by model.load_state_dict(..., strict=False), in another folder."
             )

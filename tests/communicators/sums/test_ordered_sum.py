@@ -13,7 +13,9 @@ import torch.distributed as dist
 from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.sums.ordered_sum import OrderedSum
 from lockstep.communicators.sums.planning import PlanSizes
+from lockstep.communicators.transport.channel import Channel
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 from tests.support.ranks import run_on_ranks
@@ -182,6 +184,45 @@ def give_up(communicator: ProcessCommunicator) -> list[str]:
     value = torch.ones(1)
     communicator.all_reduce([value])
     return [*told, str(value.item())]
+
+
+def order_of_posts(communicator: ProcessCommunicator, must_match: bool) -> list[int]:
+    """Sum while rank 0 computes slowly and the others are done; return the tags of what is posted."""
+    posted: list[int] = []
+    share = 8192 // communicator.size  # so that each tensor is a bucket
+    communicator._sizes = PlanSizes(slice=4 * share, direct=512, whole=0)
+    contributions = [Contribution((2 * rank, 2 * rank + 1), (0b11111,) * 2) for rank in range(communicator.size)]
+    post, run = Channel.post, OrderedSum._run
+
+    def run_at_last(total: OrderedSum) -> None:
+        while communicator.rank > 0 and any(total._missing):
+            time.sleep(0.001)
+        run(total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if must_match:
+            patch.setattr(Channel, "posts_must_match", True)
+        patch.setattr(Channel, "post", lambda *each: posted.append(each[-1]) or post(*each))
+        patch.setattr(OrderedSum, "_run", run_at_last)
+        pending = communicator.begin_sum(contributions, [torch.empty(2048)] * 5)
+        for index in reversed(range(5)):
+            pending.add(index, [torch.ones(2048), torch.ones(2048)])
+            if communicator.rank == 0:
+                before, deadline = len(posted), time.monotonic() + 0.3
+                while len(posted) < before + 2 and time.monotonic() < deadline:
+                    time.sleep(0.001)
+        assert all(bool((tensor == 2 * communicator.size).all()) for tensor in pending.finish())
+    return posted
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_posts_have_one_order_on_ranks_of_any_speed_where_they_must_match(size: int) -> None:
+    first, *others = run_on_ranks(order_of_posts, size, True)
+    assert others == [first] * (size - 1)
+    assert len(first) == 10
+    # Otherwise each rank sends first what is ready first.
+    first, *others = run_on_ranks(order_of_posts, size, False)
+    assert first not in others
 
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -77,7 +77,7 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
-def disturbed(what: str, num_devices: int = 1, **options: Any) -> dict[str, Any]:
+def disturbed(what: str, devices: Sequence[str] = ("cpu",), **options: Any) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = RankSum.exchange
@@ -90,13 +90,13 @@ def disturbed(what: str, num_devices: int = 1, **options: Any) -> dict[str, Any]
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model, loss_fn, raised = Net(), Disturbed(what), ""
+    model, loss_fn, raised = Net().to(devices[0]), Disturbed(what), ""
     data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
     updater = ls.ParallelUpdater(
         ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model,
-        devices=["cpu"] * num_devices,
+        devices=list(devices),
         num_shards=8,
         loss_fn=loss_fn,
         loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
@@ -120,7 +120,7 @@ def all_of_them() -> dict[str, dict[str, Any]]:
     return {
         "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
         **{what: disturbed(what) for what in WHATS},
-        **{f"{what}, on two devices": disturbed(what, 2) for what in WHATS},
+        **{f"{what}, on two devices": disturbed(what, ["cpu"] * 2) for what in WHATS},
     }
 
 

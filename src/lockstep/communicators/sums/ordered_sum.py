@@ -32,6 +32,8 @@ class OrderedSum(PendingSum):
         wire: The format of messages; small sums are sent back exactly.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does the work that is left.
+        stream: The stream of an accelerator, beside that of the caller, on which the thread works; None on CPUs. The
+            plan must let owners add.
         before_adding: Is called with each segment that this rank adds, and its terms; None where nothing is to be done.
     """
 
@@ -43,9 +45,11 @@ class OrderedSum(PendingSum):
         *,
         wire: WireFormat,
         background: bool = False,
+        stream: torch.Stream | None = None,
         before_adding: BeforeAdding | None = None,
     ) -> None:
         self._channel = channel
+        self._stream = stream
         self._like = like
         self._plan = plan
         self._results: Tensors = [None] * len(like)
@@ -66,10 +70,15 @@ class OrderedSum(PendingSum):
         for number, bucket in enumerate(plan.buckets):
             for index in bucket.tensors & here:
                 self._buckets_of[index].append(number)
+        self._given: dict[int, tuple[Sequence[torch.Tensor | None], torch.Event | None]] = {}
+        """Terms that no bucket has needed yet, each with the event after which they can be read."""
         self._sent = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        if stream is not None:
+            # Memory that was allocated above may still be in use by what the caller's stream was given before.
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
         if background and not plan.commutes:
             # A daemon: after an error it may wait for tensors that will never come, and Python would wait for it.
             self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction", daemon=True)
@@ -77,13 +86,13 @@ class OrderedSum(PendingSum):
 
     def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Add this rank's terms of one tensor; see `PendingSum.add`."""
-        for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
+        for missing, tensor in zip(self._missing, tensors, strict=True):
             check_term(index, tensor, awaited=index in missing)
             if tensor is not None:
-                terms[index] = self._channel.reachable(tensor.detach().reshape(-1))
-                if self._results[index] is None:
-                    self._results[index], self._flat_results[index] = tensor.detach(), terms[index]
                 missing.discard(index)
+        stream = self._stream
+        event = None if stream is None else torch.accelerator.current_stream(stream.device).record_event()
+        self._given[index] = tensors, event
         # This must come last, because the thread reads the terms as soon as they count as complete.
         with self._changed:
             for bucket in self._buckets_of[index]:
@@ -93,12 +102,29 @@ class OrderedSum(PendingSum):
         while self._plan.commutes and self._sent < len(self._transfers) and self._num_missing[self._sent] == 0:
             self._send_next()
 
+    def _take(self, index: int) -> None:
+        """Copy the terms of one tensor to where they can be sent from, if they are elsewhere."""
+        tensors, event = self._given.pop(index)
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+        for terms, tensor in zip(self._terms.values(), tensors, strict=True):
+            if tensor is not None:
+                terms[index] = self._channel.reachable(tensor.detach().reshape(-1))
+                if self._results[index] is None:
+                    self._results[index], self._flat_results[index] = tensor.detach(), terms[index]
+
     def finish(self) -> Tensors:
         """Wait for the sums; see `PendingSum.finish`."""
         check_complete(set().union(*self._missing))
         self._wait_for_all()
         with torch.no_grad():
+            for index in [*self._given]:
+                # Empty tensors are in no bucket.
+                self._take(index)
             for index, result in enumerate(self._results):
+                if self._stream is not None and result is not None:
+                    # Its memory may belong to another stream, which would use it again too early.
+                    result.record_stream(torch.accelerator.current_stream(result.device))
                 # That of a tensor with gaps, or on a device that the group does not reach, is a copy and holds the sum.
                 if result is not None and result.data_ptr() != self._flat_results[index].data_ptr():
                     result.copy_(self._flat_results[index].view(result.shape))
@@ -118,6 +144,9 @@ class OrderedSum(PendingSum):
             self._run()
             return
         self._thread.join()
+        if self._stream is not None:
+            # Also after an error: what is freed next may still be read there.
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         if self._error is not None:
             raise self._error
 
@@ -126,6 +155,9 @@ class OrderedSum(PendingSum):
         before = torch.get_num_threads()
         # The caller is computing on the other cores.
         torch.set_num_threads(1)
+        if self._stream is not None:
+            # Of this thread, which ends with the sum. A `with` statement would keep its state in the stream itself.
+            torch.accelerator.set_stream(self._stream)
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
@@ -139,12 +171,13 @@ class OrderedSum(PendingSum):
         """Run the steps of all transfers in order, with several buckets in progress in either direction."""
         # This cannot deadlock: all ranks start the buckets in the same order, and a message that has been sent can be
         # received without further calls of its sender. So the earliest bucket in progress always continues.
-        transfers = self._transfers
+        transfers, in_order = self._transfers, self._channel.posts_must_match
         reduced = received = 0
         while received < len(transfers):
             may_send = self._sent < len(transfers) and self._sent < reduced + MAX_IN_FLIGHT
-            # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first.
-            if may_send and self._is_ready(self._sent, wait=self._sent == received):
+            # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first. Where
+            # posts must match, it always waits, so that their order is the same on ranks of any speed.
+            if may_send and self._is_ready(self._sent, wait=in_order or self._sent == received):
                 self._send_next()
             elif reduced < self._sent and reduced < received + MAX_IN_FLIGHT:
                 transfers[reduced].reduce()
@@ -155,6 +188,9 @@ class OrderedSum(PendingSum):
 
     @torch.no_grad()
     def _send_next(self) -> None:
+        for index in self._plan.buckets[self._sent].tensors:
+            if index in self._given:
+                self._take(index)
         self._transfers[self._sent].send_terms()
         self._sent += 1
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 
 from lockstep.communicators import Contribution, PendingSum
+from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute.merging import on_gradients
 from lockstep.updaters.compute.shares import RankShare
+
+HOST: Final = torch.device("cpu")
+
+Given: TypeAlias = "tuple[list[PartialSum], torch.Event | None]"
+"""What a device has of one parameter, with the event after which another stream can read it; None on CPUs."""
 
 
 class EarlySend:
@@ -22,15 +29,29 @@ class EarlySend:
         pending: The pending sum.
         announced: What this rank is expected to contribute.
         share: The shards of this rank.
+        home: The device of the sums.
+        streams: The streams on which what several devices have given is merged, by device. They are added here, and
+            kept from one update to the next, because each keeps memory.
     """
 
-    def __init__(self, pending: PendingSum, announced: Contribution, share: RankShare) -> None:
+    def __init__(
+        self,
+        pending: PendingSum,
+        announced: Contribution,
+        share: RankShare,
+        home: torch.device,
+        streams: dict[torch.device, torch.Stream],
+    ) -> None:
         self._pending = pending
+        self._home, self._streams = home, streams
+        for device, stream in streams.items():
+            # What it has allocated before may still be in use there.
+            stream.wait_stream(torch.accelerator.current_stream(device))
         self.announced = announced
         self._share = share
         self._lock = threading.Lock()
         self._num_devices = sum(map(bool, share.shards_by_device))
-        self._given: dict[int, dict[int, list[PartialSum]]] = {}
+        self._given: dict[int, dict[int, Given]] = {}
         """What devices have given of each parameter that was not sent yet, by its index and that of the device."""
         for mask in announced.present:
             self._given.update({index: {} for index in range(mask.bit_length()) if mask >> index & 1})
@@ -62,21 +83,39 @@ class EarlySend:
                 # The device has run its shards again.
                 self.is_spoiled = True
                 return
-            given[place] = partials
+            given[place] = partials, _event_after(partials)
             if len(given) < self._num_devices:
                 return
-            # The same tree as without early sending, for one parameter, so the bits are the same.
-            sums = ShardSum(self._share.start)
-            for at in sorted(given):
-                for each in given.pop(at):
+            with ExitStack() as stack:
+                # The same tree as without early sending, for one parameter, so the bits are the same.
+                sums = ShardSum(self._share.start)
+                for each in self._at_home([given.pop(at) for at in sorted(given)], stack):
                     sums.push(each.shard, each.tensors)
-            sums.merge_complete(self._share.stop)
-            tensors = [each.tensors[0] for each in sums.partials]
-            if self._is_announced(index, [each.shard for each in sums.partials], tensors):
-                del self._given[index]
-                self._pending.add(index, tensors)
-            else:
-                self.is_spoiled = True
+                sums.merge_complete(self._share.stop)
+                tensors = [each.tensors[0] for each in sums.partials]
+                if self._is_announced(index, [each.shard for each in sums.partials], tensors):
+                    del self._given[index]
+                    self._pending.add(index, tensors)
+                else:
+                    self.is_spoiled = True
+
+    def _at_home(self, given: Sequence[Given], stack: ExitStack) -> Iterator[PartialSum]:
+        """Yield what devices have given on the device of the sums, and enter the streams on which it can be added."""
+        if len(given) == 1 and all(tensor.device == self._home for tensor in _present(given[0][0])):
+            # On the stream of backward.
+            yield from given[0][0]
+            return
+        # On streams of their own, so that no backward waits for that of another device or for a transfer.
+        for device in {self._home, *(event.device for _, event in given if event is not None)} - {HOST}:
+            self._streams[device] = self._streams.get(device) or torch.Stream(device)
+            stack.enter_context(self._streams[device])
+        for partials, event in given:
+            if event is not None:
+                self._streams[event.device].wait_event(event)
+                for tensor in _present(partials):
+                    # It is freed here, and belongs to the stream of backward.
+                    tensor.record_stream(self._streams[event.device])
+            yield from move_partials(partials, self._home)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Check whether the partial sums of one tensor are those that all ranks expect."""
@@ -84,6 +123,17 @@ class EarlySend:
             (tensor is not None) == bool(mask >> index & 1) and not (tensor is not None and tensor.is_sparse)
             for tensor, mask in zip(tensors, self.announced.present, strict=True)
         )
+
+
+def _present(partials: Sequence[PartialSum]) -> list[torch.Tensor]:
+    """Return the dense tensors of partial sums of one tensor each."""
+    return [tensor for each in partials for tensor in each.tensors if tensor is not None and not tensor.is_sparse]
+
+
+def _event_after(partials: Sequence[PartialSum]) -> torch.Event | None:
+    """Return an event after which another stream can read partial sums; None for those of a CPU."""
+    device = next((tensor.device for tensor in _present(partials)), HOST)
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
 class DeviceSend:

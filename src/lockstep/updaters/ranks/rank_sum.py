@@ -58,11 +58,11 @@ class Prediction:
 
     @property
     def can_be_sent_early(self) -> bool:
-        """Whether every rank contributes something, all of it dense and on the host, where threads send it."""
+        """Whether every rank contributes something, all of it dense and on one device."""
         return (
             all(any(each.present) for each in self.contributions)
             and not any(each.sparse for each in self.contributions)
-            and all(tensor.device.type == "cpu" for tensor in self.like)
+            and len({tensor.device for tensor in self.like}) == 1
         )
 
 
@@ -98,6 +98,7 @@ class RankSum:
         self._early_send: EarlySend | None = None
         self._summed: Tensors | None = None
         self._was_wrong = False
+        self._streams: dict[torch.device, torch.Stream] = {}
         self.must_repeat = False
 
     def begin_sum(self, key: str | None, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
@@ -117,7 +118,7 @@ class RankSum:
         if prediction is not None and prediction.key == key and prediction.like is like:
             self._pending = self._communicator.begin_sum(prediction.contributions, like)
             announced = prediction.contributions[self._communicator.rank]
-            self._early_send = EarlySend(self._pending, announced, share)
+            self._early_send = EarlySend(self._pending, announced, share, like[0].device, self._streams)
         return self._early_send
 
     def announce(self, devices: Sequence[Sequence[PartialSum]], share: RankShare) -> Contribution:
@@ -214,8 +215,8 @@ class RankSum:
         last = self._last
         # Whether a sum can be sent early is only checked when it differs from the last one, to save time.
         is_known = found is not None and last is not None and found == last and found.like is last.like
-        if found is not None and not is_known and not found.can_be_sent_early:
-            found = None
+        if found is not None and not is_known:
+            found = found if found.can_be_sent_early and self._communicator.sends_early else None
         self._repeats = self._repeats + 1 if found is not None and found == last else 1
         self._last = found
         self._prediction = found if steady and self._repeats >= self._repeats_needed else None
