@@ -51,9 +51,9 @@ def run(report: Report, options: Namespace) -> None:
         for precision in ("ieee", "tf32"):
             find = partial(in_new_process, f"set_precision({precision!r})")
             report.check(f"an update after cuda.matmul.fp32_precision = {precision!r}", SUCCESS, find)
-    report.check(
-        "two ranks over gloo on one device, one replica each and two, and no ranks", ONE, partial(two_ranks, device)
-    )
+    for backend in ("gloo", "cpu:gloo,cuda:nccl") if on_cuda else ("gloo",):
+        name = f"two ranks over {backend} on one device, one replica each and two, and no ranks"
+        report.check(name, ONE, partial(two_ranks, device, backend))
     for kind in (ls.ReplicaGroup, ls.DataParallel):
         report.check(f"{kind.__name__} on one replica and three, twice each", ONE, partial(passes, kind, device))
     count = 300 if options.small else 10_000
@@ -198,19 +198,25 @@ def nccl() -> str:
     return "the digest without ranks" if found == expected else "another digest"
 
 
-def of_rank(device: str, deterministic: bool, replicas: int = 1) -> str:
-    """Train as one of several ranks, or as none."""
+def of_rank(device: str, deterministic: bool, replicas: int = 1, backend: str = "gloo") -> list[str]:
+    """Train as one of several ranks, or as none: a small network, and one whose gradients are sent during backward."""
     torch.use_deterministic_algorithms(deterministic)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")  # NCCL takes no two ranks on one GPU
-    return trained(TASKS["convnet"], [device] * replicas, num_shards=NUM_SHARDS)
+        # NCCL takes no two ranks on one GPU of a machine. These are two machines to it, which send over the loopback.
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_NET": "Socket"}
+        dist.init_process_group(backend)
+    wide = Task(partial(mlp, 1024), (32,))
+    return [
+        trained(task, [device] * replicas, num_shards=NUM_SHARDS, updates=6, audit_every=0)
+        for task in (TASKS["convnet"], wide)
+    ]
 
 
-def two_ranks(device: str) -> str:
+def two_ranks(device: str, backend: str) -> str:
     """Train on two ranks that share the device, with one replica each and with two, and without ranks."""
     given = (device, torch.are_deterministic_algorithms_enabled())  # a new process begins without
-    ranks = [each for replicas in (1, 2) for each in ls.launch(of_rank, 2, (*given, replicas))]
-    return counted([*ranks, of_rank(*given)])
+    ranks = [each for replicas in (1, 2) for each in ls.launch(of_rank, 2, (*given, replicas, backend))]
+    return counted([" ".join(each) for each in [*ranks, of_rank(*given)]])
 
 
 def passes(kind: Callable[..., Any], device: str) -> str:
