@@ -118,13 +118,13 @@ LOSSES = [
     row(
         "rate inside",
         lambda: loss_that_changes_options(scheduled=False),
-        "'lr' of group 0 of optimizer 'main' changed from 0.1 to 0.13310000000000002",
+        "'lr' of group 0 of optimizer 'main' changed from 0.1 to 0.17715610000000007",
         "Change it between updates",
     ),
     row(
         "scheduler inside",
         lambda: loss_that_changes_options(scheduled=True),
-        "'last_epoch' of StepLR changed from 0 to 3",
+        "'last_epoch' of StepLR changed from 0 to 6",
         "or pass the scheduler as `scheduler`",
     ),
     row(

@@ -66,6 +66,7 @@ def contrast(model: nn.Module, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor
     return functional.cross_entropy(first @ second.T / 0.2, torch.arange(len(x)))
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean:UserWarning")  # it compares samples of a shard
 @DAILY
 def test_devices_are_only_places_for_a_contrastive_model(placements: list[Placement]) -> None:
     views = Workload("two views", TwoViews, (6,))

@@ -167,6 +167,7 @@ def test_one_shard_is_a_plain_loop_for_every_kind_of_model(name: str) -> None:
     assert trained(name) == ls.digest(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean:UserWarning")  # a branch for each number of samples
 def test_a_parameter_that_no_shard_reached_has_no_gradient() -> None:
     model, x = made("unused")
     with updater_of(model, x, devices=2, num_shards=3) as updater:

@@ -268,6 +268,7 @@ def test_an_updater_refuses_what_it_does_not_train() -> None:
         updater_of(model, torch.optim.SGD([model.layer.weight, model.scale], lr=0.1))
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean:UserWarning")  # statistics of the shard
 def test_an_updater_refuses_it_later_and_goes_on_once_it_is_mended() -> None:
     model = Net()
     for buffer in model.buffers():

@@ -294,6 +294,7 @@ def by_jacobian(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean:UserWarning")  # that of the first sample
 @pytest.mark.parametrize("loss_fn", [by_jvp, by_dual_level, by_hessian, by_jacobian])
 def test_forward_mode_differentiation_gives_the_same_bits_on_several_devices(loss_fn: Any) -> None:
     def found(devices: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -340,6 +341,12 @@ class Conversion:
         if lends and tensors:
             self._lent = batches, device_shards
         return device_shards
+
+    def apart(self) -> Conversion:
+        """Return a conversion that knows what this one knows of the batches, and whose use changes nothing here."""
+        found = copy.copy(self)
+        found._lists = copy.deepcopy(self._lists)  # noqa: SLF001 - of this class
+        return found
 
     def keep_changes(
         self, batches: Sequence[Any], device_shards: DeviceShards, *, is_first: bool

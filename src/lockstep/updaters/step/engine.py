@@ -228,7 +228,7 @@ class GradientEngine:
             options = options_of(self.training.optimizers, request.loss_fn)
             gradients.begin_first(options, reads_buffers=update == self._start)
         # On accelerators the host would wait in every update.
-        reads = update == self._start or audits or not (self.replicas.accelerators or request.deferred)
+        reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
             gradients.no_means = set()
         if audit is not None:

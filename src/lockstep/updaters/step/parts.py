@@ -23,7 +23,6 @@ from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.attempt.other_place import without_caches
 from lockstep.updaters.compute.shard_gradients import DeviceForwards
 from lockstep.updaters.loss import check_loss, loss_weight
-from lockstep.updaters.setup.batches import Conversion
 from lockstep.updaters.step.recomputation import Recomputation
 
 MOST_PARTS: Final = 4
@@ -81,15 +80,14 @@ def _is_mean(values: Values, tolerance: float) -> bool:
 def _values(again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext) -> tuple[Values, float]:
     """Return the loss of the audited shard and of its parts, with their weights, and by how much they may differ."""
     place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
-    runner, recipe, size = again.prepared.runners[place], again.recipe, len(shard.samples)
+    runner, size = again.prepared.runners[place], len(shard.samples)
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
     # Of at least two samples where there are as many: some code takes no single one.
     number = max(2, min(MOST_PARTS, size // 2))
     cuts = [size * part // number for part in range(number + 1)]
     parts = [range(size), *map(range, cuts, cuts[1:])]
-    # Cut from the tensors of the shard: a converter may draw others, or fill others up, for fewer samples. By a
-    # conversion of its own, because it remembers what batches were.
-    conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
+    # Cut from the tensors of the shard: a converter may draw others, or fill others up, for fewer samples.
+    conversion = again.conversion.apart()
     cut = [replace(shard, batch=0, samples=part) for part in parts]
     # One after the other, so that each has tensors of its own, which the loss function may change in place.
     work = [(shard, (each.samples, conversion.shards([given], [[each]], [runner.device], 0)[0][0][1])) for each in cut]
