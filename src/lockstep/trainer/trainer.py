@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.arguments import check_integer, look_up
+from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, KnowsOthers, names_ours
 from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError, collect_error
 from lockstep.metrics import Mean, Observed, as_mean, read_means
@@ -99,6 +99,7 @@ class Trainer(KnowsOthers):
         if not isinstance(extensions, Iterable):
             got = type(extensions).__name__
             raise TypeError(f"`extensions` must be a list of extensions, got a {got}. Put it into a list.")
+        check_instance("out", out, str | os.PathLike, "the path of a folder")
         self.updater = updater
         self.fast_dev_run = trial_updates(fast_dev_run)
         self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
