@@ -590,7 +590,11 @@ OTHERS = [
     row("find_lr", lambda: ls.find_lr(net()), "`updater` must be a ParallelUpdater, got a Linear"),
     row("model as parameters", lambda: ls.MomentumSGD(net(), lr=0.1), "got a Linear", "Pass model.parameters()"),
     row("lr", lambda: ls.MomentumSGD(net().parameters(), lr=-1), "`lr` must be finite and at least 0, got -1"),
-    row("momentum", lambda: ls.MomentumSGD(net().parameters(), lr=1, momentum=1.0), "must lie in [0, 1), got 1.0"),
+    row(
+        "momentum",
+        lambda: ls.MomentumSGD(net().parameters(), lr=1, momentum=1.0),
+        "must be at least 0 and less than 1, got 1.0",
+    ),
     row(
         "hook class",
         lambda: ls.MomentumSGD(net().parameters(), lr=0.1).add_hook(hooks.WeightDecay),
@@ -622,6 +626,113 @@ OTHERS = [
     row("extensions.EarlyStopping", lambda: ext.EarlyStopping, "It is lockstep.triggers.EarlyStopping"),
 ]
 
+NUMBER, SWITCH, LIST = "must be a number, got", "must be True or False, got", "must be a list of names, got"
+MODULE, OPTIMIZER = "`model` must be a torch.nn.Module, got a", "`optimizer` must be one of ['main'], got"
+GROUP, PREDICT = partial(ls.ReplicaGroup, net(), ["cpu"]), partial(ls.predict, net(), DATA, devices=["cpu"])
+ARGUMENTS = [
+    row(
+        f"{name} of {kind.__name__} as text",
+        partial(kind, *given, **{name: "0.1"}),
+        f"`{name}` {NUMBER}",
+        "float('0.1')",
+    )
+    for kind, given, names in (
+        (ls.MomentumSGD, [[*net().parameters()]], ("lr", "momentum", "weight_decay", "dampening")),
+        (ls.CorrectedMomentumSGD, [[*net().parameters()]], ("lr", "momentum", "weight_decay")),
+        (hooks.WeightDecay, [], ("rate",)),
+        (hooks.GradientNoise, [], ("eta",)),
+        (hooks.GradientClipping, [], ("threshold",)),
+        (hooks.GradientLARS, [], ("threshold", "weight_decay", "eps")),
+        (ext.ExponentialMovingAverage, [net()], ("decay",)),
+        (ls.DynamicLossScale, [], ("growth",)),
+        (trig.EarlyStopping, [], ("min_delta", "stop_at", "diverge_at")),
+    )
+    for name in names
+]
+ARGUMENTS += [
+    row(
+        f"{name} of {kind.__name__} as a switch", partial(kind, *given, **{name: "false"}), f"`{name}` {SWITCH} 'false'"
+    )
+    for kind, given, names in (
+        (ls.MomentumSGD, [[*net().parameters()]], ("nesterov", "maximize", "correction", "frozen")),
+        (ls.ReplicaGroup, [net(), ["cpu"]], ("training", "device_grads")),
+        (ls.DataParallel, [net(), ["cpu"]], ("flatten_parameters", "use_nccl", "parallel_backward")),
+        (ext.ExponentialMovingAverage, [net()], ("use_buffers",)),
+        (ls.Carried, [X], ("each_epoch",)),
+        (ext.LogReport, [], ("required",)),
+        (ext.CSVLogger, [], ("required",)),
+    )
+    for name in names
+]
+ARGUMENTS += [
+    row(
+        f"{name} of {kind.__name__} as one text",
+        partial(kind, **{name: "lr"}),
+        f"`{name}` {LIST} the text",
+        "Pass ['lr']",
+    )
+    for kind in (ext.LogReport, ext.CSVLogger)
+    for name in ("last", "sums")
+]
+ARGUMENTS += [
+    row(f"workloads={given!r} of {of}", partial(kind, workloads=given), words)
+    for given, words in ((2, "`workloads` must be a list"), (["a"], f"`workloads[0]` {NUMBER} 'a'"))
+    for kind, of in ((build, "an updater"), (GROUP, "a group"), (partial(ls.DataParallel, net(), ["cpu"]), "a module"))
+]
+ARGUMENTS += [
+    row("decay as True", lambda: hooks.WeightDecay(True), f"`rate` {NUMBER} True"),
+    row("lr=None", lambda: ls.MomentumSGD(net().parameters(), lr=None), f"`lr` {NUMBER} None"),
+    row("seed as text", lambda: ls.seed_everything("8"), "must be an integer, got '8'. Pass int('8')"),
+    row("seed of noise", lambda: hooks.GradientNoise(0.1, seed=0.5), "`seed` must be an integer, got 0.5"),
+    *(
+        row(f"{name} of find_lr", lambda name=name: ls.find_lr(build(), **{name: "1"}), f"`{name}` {NUMBER} '1'")
+        for name in ("min_lr", "max_lr", "stop_factor")
+    ),
+    *(
+        row(f"optimizer={given!r} of find_lr", lambda given=given: ls.find_lr(build(), optimizer=given), OPTIMIZER)
+        for given in ("sgd", ["main"])
+    ),
+    row("optimizer of gradients", lambda: build().compute_gradients((X, Y), optimizer=["main"]), OPTIMIZER),
+    row("optimizer of a step", lambda: build().apply_gradients("sgd"), OPTIMIZER),
+    row(
+        "buffers_of",
+        lambda: build().compute_gradients((X, Y), buffers_of=["gen"]),
+        "`buffers_of` must be one of ['main'], got 'gen'",
+    ),
+    row("model_name", lambda: trainer().predict(DATA, model_name="gen"), "`model_name` must be one of ['main']"),
+    row("list as precision", lambda: build(precision=["bf16"]), ONE_OF, "got ['bf16']"),
+    row("auto_new_epoch", lambda: build(auto_new_epoch="no"), f"`auto_new_epoch` {SWITCH} 'no'"),
+    row("position in dim", lambda: ls.DataParallel(net(), ["cpu"], dim={1: 2}), "`dim` must be", "got {1: 2}"),
+    row("worker_init_fn", lambda: ls.DataParallel(net(), ["cpu"], worker_init_fn=0), "must be a function of", "got 0"),
+    row("shared_group", lambda: GROUP(shared_group=net()), "must be a ReplicaGroup or None, got a Linear"),
+    row("fixed", lambda: GROUP(fixed=0), f"`fixed` {LIST} 0"),
+    row("input_grads", lambda: GROUP(input_grads="write"), "`input_grads` must be True, False or a dict", "got a str"),
+    row(
+        "one extension",
+        lambda: trainer(extensions=ext.LogReport()),
+        "`extensions` must be a list",
+        "Put it into a list",
+    ),
+    row("average of a path", lambda: ext.ExponentialMovingAverage("x.pt"), f"{MODULE} str"),
+    row("summary of nothing", lambda: ls.summarize_model(None), f"{MODULE} NoneType"),
+    row("prediction of a state", lambda: ls.predict(net().state_dict(), DATA), f"{MODULE} OrderedDict"),
+    row("prediction for nothing", lambda: ls.predict(net(), None), "`dataset` must be a dataset", "got a NoneType"),
+    row("output", lambda: PREDICT(output="logits"), "`output` must be a function of", "got 'logits'"),
+    row("target", lambda: PREDICT(target=1), "`target` must be True, False", "got a int"),
+    row("no converter", lambda: PREDICT(converter=None), "`converter` must be callable, got a NoneType"),
+    row(
+        "communicator", lambda: PREDICT(communicator="gloo"), "`communicator` must be a Communicator or None, got a str"
+    ),
+    row("output_dim", lambda: PREDICT(output_dim="x"), "`output_dim` must be an integer", "got 'x'"),
+    row(
+        "list as metrics of a Loss",
+        lambda: train(loss_fn=lambda model, x, y: ls.Loss(ce(model(x), y), metrics=[("a", 1, 2)])),
+        "`metrics` of a Loss must be a dict of pairs (sum, weight) by name",
+        "{'accuracy': (correct, count)}",
+    ),
+    row("shifted", lambda: ls.token_mean(shifted="x"), "`shifted` must be True, False or None, got a str"),
+]
+
 MISTAKES = {
     f"{part}: {name}": (mistake, words)
     for part, rows in {
@@ -631,6 +742,7 @@ MISTAKES = {
         "trainer": TRAINERS,
         "extension": EXTENSIONS,
         "other": OTHERS,
+        "argument": ARGUMENTS,
     }.items()
     for name, mistake, words in rows
 }
@@ -658,7 +770,7 @@ def test_a_mistake_is_named_with_its_cure(
 
 
 def test_every_mistake_is_another_one() -> None:
-    assert len(MISTAKES) == sum(map(len, (LOSSES, SAMPLES, UPDATERS, TRAINERS, EXTENSIONS, OTHERS)))
+    assert len(MISTAKES) == sum(map(len, (LOSSES, SAMPLES, UPDATERS, TRAINERS, EXTENSIONS, OTHERS, ARGUMENTS)))
     assert all(words for _, words in MISTAKES.values())
 
 

@@ -1,4 +1,4 @@
-"""Check arguments that must be numbers, True or False, one of some names, or functions of some arguments.
+"""Check arguments that must be numbers, True or False, one of some names, of a class, or functions of some arguments.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
+from types import UnionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,36 +33,53 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         ValueError: If the value is less than `minimum`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        remedy = "" if isinstance(value, bool) or not hasattr(value, "__index__") else f" Pass int({value})."
+        is_text = isinstance(value, str) and value.isdecimal()
+        is_whole = is_text or (hasattr(value, "__index__") and not isinstance(value, bool))
+        remedy = f" Pass int({repr(value) if is_text else value})." if is_whole else ""
         raise TypeError(f"`{name}` must be an integer, got {value!r}.{remedy}")
     if minimum is not None and value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
 
 
 def check_number(
-    name: str, value: Any, *, least: float | None = None, above: float | None = None, finite: bool = False
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    finite: bool = False,
 ) -> None:
-    """Check that a number is within a bound, which NaN never is.
+    """Check that an argument is a number, and within bounds, which NaN never is.
 
     >>> check_number("rate", 0.1, least=0, finite=True)
     >>> check_number("rate", float("inf"), least=0, finite=True)
     Traceback (most recent call last):
     ValueError: `rate` must be finite and at least 0, got inf.
+    >>> check_number("rate", "0.1")
+    Traceback (most recent call last):
+    TypeError: `rate` must be a number, got '0.1'. Pass float('0.1').
 
     Args:
         name: The name of the argument in error messages.
         value: The number, or a tensor of one.
         least: The smallest value that is allowed; None for no such bound.
         above: What the value must be above; None for no such bound.
+        below: What the value must be less than; None for no such bound.
         finite: Whether it must be finite.
 
     Raises:
-        ValueError: If it is not.
+        TypeError: If it is no number.
+        ValueError: If it is not within the bounds.
     """
+    if value is True or value is False or not hasattr(value, "__float__"):
+        is_text = isinstance(value, str) and any(map(str.isdecimal, value))
+        raise TypeError(f"`{name}` must be a number, got {value!r}.{f' Pass float({value!r}).' if is_text else ''}")
     is_within = (least is None or value >= least) and (above is None or value > above)
-    if not is_within or (finite and not -math.inf < value < math.inf):
-        rules = (("finite", finite), (f"at least {least}", least is not None), (f"above {above}", above is not None))
-        listed = " and ".join(rule for rule, is_asked in rules if is_asked)
+    if not is_within or not (below is None or value < below) or (finite and not -math.inf < value < math.inf):
+        bounds = {"at least": least, "above": above, "less than": below}
+        rules = ["finite"] * finite + [f"{rule} {bound}" for rule, bound in bounds.items() if bound is not None]
+        listed = " and ".join(rules)
         raise ValueError(f"`{name}` must be {listed}, got {value}.")
 
 
@@ -83,6 +101,26 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
 
 
+def check_instance(name: str, value: object, kind: type | UnionType, called: str) -> None:
+    """Check that an argument is an object of a class.
+
+    >>> check_instance("path", 1.0, str | None, "a text or None")
+    Traceback (most recent call last):
+    TypeError: `path` must be a text or None, got a float.
+
+    Args:
+        name: The name of the argument in error messages.
+        value: The value to check.
+        kind: The class or classes.
+        called: What the error calls them, with an article.
+
+    Raises:
+        TypeError: If the value is none of theirs.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be {called}, got a {type(value).__name__}.")
+
+
 def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     """Return the object of a name.
 
@@ -94,9 +132,10 @@ def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     Raises:
         KeyError: If no object has this name; the message lists the names.
     """
-    if name not in named:
-        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.")
-    return named[name]
+    try:
+        return named[name]
+    except (KeyError, TypeError):  # a list, for example, has no hash
+        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.") from None
 
 
 def misfit(function: Callable[..., object], /, *args: object, **kwargs: object) -> str:

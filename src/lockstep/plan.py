@@ -18,6 +18,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Final
 
+from lockstep.arguments import check_number
+
 ALIGNMENT: Final = 64
 """Elements. A slice that starts at a multiple of this number falls on the same vector lanes as in the whole tensor, so
 vectorized kernels round its elements in the same way."""
@@ -92,11 +94,15 @@ def check_workloads(workloads: Sequence[float]) -> None:
         workloads: The relative speed of each device.
 
     Raises:
+        TypeError: If they are no list of numbers.
         ValueError: If there is no workload, or if one is not positive and finite.
     """
+    if isinstance(workloads, str | bytes) or not hasattr(workloads, "__len__"):
+        raise TypeError(f"`workloads` must be a list of one number per device, got {workloads!r}.")
     if len(workloads) == 0:
         raise ValueError("`workloads` must hold at least one number, got none.")
     for index, workload in enumerate(workloads):
+        check_number(f"workloads[{index}]", workload)
         if not (math.isfinite(workload) and workload > 0):
             raise ValueError(f"`workloads[{index}]` must be positive and finite, got {workload}.")
 

@@ -265,7 +265,7 @@ def test_its_momentum_is_the_first_beta() -> None:
     assert optimizer.momentum == 0.75
     optimizer.momentum = 0.25
     assert optimizer.param_groups[0]["betas"] == (0.25, 0.5)
-    with pytest.raises(ValueError, match=r"`betas\[0\]` must lie in \[0, 1\), got 1.0"):
+    with pytest.raises(ValueError, match=r"`betas\[0\]` must be at least 0 and less than 1, got 1.0"):
         optimizer.momentum = 1.0
 
 
@@ -273,8 +273,8 @@ def test_its_momentum_is_the_first_beta() -> None:
     ("options", "message"),
     [
         ({"lr": -0.1}, "`lr` must be finite and at least 0, got -0.1"),
-        ({"betas": (1.0, 0.5)}, r"`betas\[0\]` must lie in \[0, 1\), got 1.0"),
-        ({"betas": (0.5, -0.1)}, r"`betas\[1\]` must lie in \[0, 1\), got -0.1"),
+        ({"betas": (1.0, 0.5)}, r"`betas\[0\]` must be at least 0 and less than 1, got 1.0"),
+        ({"betas": (0.5, -0.1)}, r"`betas\[1\]` must be at least 0 and less than 1, got -0.1"),
         ({"eps": 0.0}, "`eps` must be finite and above 0, got 0.0"),
         ({"eps": math.nan}, "`eps` must be finite and above 0, got nan"),
         ({"weight_decay": -1.0}, "`weight_decay` must be finite and at least 0, got -1.0"),

@@ -161,10 +161,10 @@ def test_masters_decay_in_float32() -> None:
     ("options", "message"),
     [
         ({"weight_decay": -0.1}, "`weight_decay` must be finite and at least 0, got -0.1"),
-        ({"weight_decay": 1.0}, r"`weight_decay` must lie in \[0, 1\), got 1.0"),
+        ({"weight_decay": 1.0}, r"`weight_decay` must be at least 0 and less than 1, got 1.0"),
         ({"lr": 0.0}, "`initial_lr` must be finite and above 0, got 0.0"),
         ({"lr": math.nan}, "`lr` must be finite and at least 0, got nan"),
-        ({"momentum": 1.0}, r"`momentum` must lie in \[0, 1\), got 1.0"),
+        ({"momentum": 1.0}, r"`momentum` must be at least 0 and less than 1, got 1.0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:

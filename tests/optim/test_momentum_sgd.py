@@ -177,7 +177,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     [
         ({"lr": -0.1}, "`lr` must be finite and at least 0, got -0.1"),
         ({"lr": math.nan}, "`lr` must be finite and at least 0, got nan"),
-        ({"momentum": 1.0}, r"`momentum` must lie in \[0, 1\), got 1.0"),
+        ({"momentum": 1.0}, r"`momentum` must be at least 0 and less than 1, got 1.0"),
         ({"missing_grad": "ignore"}, "`missing_grad` must be 'skip' or 'zero', got 'ignore'"),
     ],
 )

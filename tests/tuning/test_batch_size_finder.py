@@ -265,7 +265,7 @@ def test_errors_of_an_allocator_end_the_search() -> None:
         ({"min_batch_size": 151}, ValueError, r"`min_batch_size` must be at most `max_batch_size` \(150\), got 151"),
         ({"min_batch_size": 201, "max_batch_size": 300}, ValueError, r"the number of samples in the dataset \(200\)"),
         ({"num_updates": 1}, ValueError, "`num_updates` must be at least 2, got 1"),
-        ({"margin": 1.0}, ValueError, r"`margin` must lie in \[0, 1\), got 1.0"),
+        ({"margin": 1.0}, ValueError, r"`margin` must be at least 0 and less than 1, got 1.0"),
         ({"iterator": "other"}, KeyError, "other"),
         ({"min_batch_size": 100}, MemoryError, r"must fit into memory, got 100. Pass a smaller one, or more shards \("),
     ],

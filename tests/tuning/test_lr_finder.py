@@ -166,10 +166,10 @@ def test_the_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"min_lr": 0.0}, ValueError, "`min_lr` must be above 0, got 0.0"),
+        ({"min_lr": 0.0}, ValueError, "`min_lr` must be finite and above 0, got 0.0"),
         ({"max_lr": 1e-8}, ValueError, r"`max_lr` must be above `min_lr` \(1e-07\), got 1e-08"),
         ({"num_updates": 2}, ValueError, "`num_updates` must be at least 3, got 2"),
-        ({"stop_factor": 1.0}, ValueError, "`stop_factor` must be above 1 or None, got 1.0"),
+        ({"stop_factor": 1.0}, ValueError, "`stop_factor` must be above 1, got 1.0"),
         ({"mode": "log"}, ValueError, "`mode` must be 'exponential' or 'linear', got 'log'"),
         ({"optimizer": "gen"}, KeyError, "gen"),
         ({"loss": "gen/loss"}, KeyError, "`loss` must be one of loss, skipped, got 'gen/loss'"),

@@ -88,7 +88,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss_scale": "8"},
         "`loss_scale` must be a number, a LossScale or None, got a str.",
     ),
-    "shards of text": ({"num_shards": "4"}, "`num_shards` must be an integer, got '4'."),
+    "shards of text": ({"num_shards": "4"}, "`num_shards` must be an integer, got '4'. Pass int('4')."),
     "shards of truth": ({"num_shards": True}, "`num_shards` must be an integer, got True."),
     "half a shard": ({"num_shards": 2.5}, "`num_shards` must be an integer, got 2.5."),
     "half a try": ({"max_tries": 1.5}, "`max_tries` must be an integer, got 1.5."),

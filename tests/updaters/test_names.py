@@ -340,7 +340,7 @@ def test_gradients_are_for_one_optimizer_only() -> None:
         assert updater.apply_gradients("gen").applied
         assert updater.apply_gradients("dis").applied
         assert updater.iteration == 2
-        with pytest.raises(KeyError, match=r"`name` must be one of \['dis', 'gen'\], got 'main'"):
+        with pytest.raises(KeyError, match=r"`optimizer` must be one of \['dis', 'gen'\], got 'main'"):
             updater.compute_gradients(batch, optimizer="main")
         with pytest.raises(ValueError, match="`loss_fn` must be given here or to the updater, got None"):
             updater.compute_gradients(batch, optimizer="gen")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.arguments import look_up
+from lockstep.arguments import check_bool, check_instance, check_number, look_up
 from lockstep.errors import StateError
 from lockstep.metrics import Average, Mean
 from lockstep.precision import HALF_PRECISION
@@ -66,6 +66,8 @@ class ExponentialMovingAverage(Extension):
         use_buffers: bool = False,
         trigger: TriggerSpec = (1, "iteration"),
     ) -> None:
+        check_instance("model", model, torch.nn.Module, "a torch.nn.Module")
+        check_bool("use_buffers", use_buffers)
         self.model_name = model_name
         self.trigger = trigger
         self.average = AveragedModel(model, use_buffers=use_buffers)
@@ -86,8 +88,7 @@ class ExponentialMovingAverage(Extension):
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"`decay` must be at least 0 and less than 1, got {decay}.")
+        check_number("decay", decay, least=0, below=1)
         self._decay = decay
         self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # of torch
 

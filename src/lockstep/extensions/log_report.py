@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lockstep.arguments import check_bool
 from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
@@ -75,8 +76,9 @@ class LogReport(Extension):
         self.keys = check_names("keys", keys)
         self.trigger = trigger
         self.filename = filename
-        self.last = tuple(last)
-        self.sums = tuple(sums)
+        self.last = check_names("last", last) or ()
+        self.sums = check_names("sums", sums) or ()
+        check_bool("required", required)
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
         self._writes = False
@@ -86,7 +88,7 @@ class LogReport(Extension):
         self._entries: list[LogEntry] = []
         # What a saved state says of the lines, until they are read.
         self._awaited: Mapping[str, Any] | None = None
-        self._means = IntervalMeans(last=last, sums=sums)
+        self._means = IntervalMeans(last=self.last, sums=self.sums)
         self._unobserved = Unobserved("`keys` of LogReport", self.keys)
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
 
+from lockstep.arguments import check_instance
 from lockstep.trainer import Trainer
 
 _CUTOFF: Final = 0.8
@@ -21,13 +22,14 @@ def check_names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] |
         names: The names, or None.
 
     Raises:
-        TypeError: If they are a text, whose letters would be taken for names.
+        TypeError: If they are no list, or a text, whose letters would be taken for names.
     """
     if isinstance(names, str):
         raise TypeError(
             f"`{argument}` must be a list of names, got the text {names!r}. Pass "
             f"{[name.strip() for name in names.split(',')]}."
         )
+    check_instance(argument, names, Iterable | None, "a list of names")
     return None if names is None else tuple(names)
 
 

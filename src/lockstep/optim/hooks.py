@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from lockstep.arguments import check_number
+from lockstep.arguments import check_integer, check_number
 from lockstep.errors import StateError
 from lockstep.optim.momentum import add_scaled_
 from lockstep.optim.norm import global_norm, norms
@@ -304,6 +304,7 @@ class GradientNoise(GradientHook):
 
     def __init__(self, eta: float, seed: int = 0) -> None:
         check_number("eta", eta, least=0, finite=True)
+        check_integer("seed", seed)
         if not 0 <= seed < _NUM_WORDS:
             raise ValueError(f"`seed` must lie in 0..2**32 - 1, got {seed}.")
         self.eta = eta

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lockstep.arguments import check_number
 from lockstep.optim.hooked_optimizer import HookedOptimizer
 from lockstep.optim.momentum import (
     add_to_lr_velocity,
@@ -43,6 +44,7 @@ class MomentumOptimizer(HookedOptimizer):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
         dampening = options.get("dampening", 0)
+        check_number("dampening", dampening)
         if not 0 <= dampening <= 1:
             raise ValueError(f"`dampening` must lie in [0, 1], got {dampening}.")
         if options.get("nesterov") and (options["momentum"] == 0 or dampening != 0):

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.arguments import check_choice, check_number
+from lockstep.arguments import check_bool, check_choice, check_number
 from lockstep.errors import StateError
 from lockstep.state import check_keys, temporarily
 
@@ -24,6 +24,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Check that the options of a group are in range.
 
     Raises:
+        TypeError: If a number is none, or a switch neither True nor False.
         ValueError: If ``lr`` is not a single number, or ``lr``, ``missing_grad`` or, where present, ``momentum`` or
             ``weight_decay`` is out of range.
     """
@@ -34,10 +35,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             "Pass parameters that need different learning rates in groups, each with its own `lr`."
         )
     check_number("lr", lr, least=0, finite=True)
-    if "momentum" in options and not 0 <= options["momentum"] < 1:
-        raise ValueError(f"`momentum` must lie in [0, 1), got {options['momentum']}.")
+    if "momentum" in options:
+        check_number("momentum", options["momentum"], least=0, below=1)
     if "weight_decay" in options:
         check_number("weight_decay", options["weight_decay"], least=0, finite=True)
+    for name in {"nesterov", "maximize", "correction", "frozen"} & options.keys():
+        check_bool(name, options[name])
     check_choice("missing_grad", options["missing_grad"], ("skip", "zero"))
 
 

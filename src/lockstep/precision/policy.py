@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.arguments import check_instance
 from lockstep.errors import StateError
 from lockstep.precision.finite import gradients_of
 from lockstep.state import check_keys
@@ -89,7 +90,7 @@ def parse_precision(name: str) -> Precision:
     Raises:
         ValueError: If there is no policy with this name.
     """
-    if name not in PRECISIONS:
+    if name not in [*PRECISIONS]:  # a list has no hash
         digits = "".join(each for each in str(name) if each.isdigit())
         nearest = "bf16" if "b" in str(name) and digits == "16" else {"16": "fp16", "32": "fp32"}.get(digits)
         scaled = ", with loss_scale=DynamicLossScale(2.0**16) as GradScaler has" if nearest == "fp16" else ""
@@ -136,8 +137,7 @@ class MasterWeights:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"`optimizer` must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+        check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         self.optimizer = optimizer
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._state: object = optimizer.state

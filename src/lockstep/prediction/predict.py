@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_instance, check_integer
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import BatchIterator, Iterator, MapDataset, Parts, collate
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.prediction.data_pass import DataPass, check_one_pass, in_held_precision, rewound
-from lockstep.replicas import BatchDim, Devices, ShardForward, read_outputs
-from lockstep.updaters import Converter, InferenceRunner
+from lockstep.replicas import BatchDim, Devices, ShardForward, check_dims, read_outputs
+from lockstep.updaters import Converter, InferenceRunner, check_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,13 @@ class Prediction:
     converter: Converter | None = None
     output_dim: BatchDim = 0
 
+    def __post_init__(self) -> None:
+        if self.output is not None and not callable(self.output):
+            raise TypeError(f"`output` must be a function of the output of the model, or None, got {self.output!r}.")
+        check_instance("target", self.target, bool | str | None, "True, False, the key of the target or None")
+        check_functions(converter=self.converter)
+        check_dims(self.output_dim, "output_dim")
+
     def run(self, runner: InferenceRunner, dataset: Any, size: int) -> Any:
         """Predict a dataset on the devices and ranks of a runner.
 
@@ -188,7 +195,8 @@ def _check(read: Callable[[], Any]) -> Any:
 
 def _batches(dataset: Any, size: int, runner: InferenceRunner) -> Iterable[Any]:
     """Return the batches of one pass over a dataset."""
-    if isinstance(dataset, Mapping | tuple):
+    is_readable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    if isinstance(dataset, Mapping | tuple | str) or not is_readable:
         raise TypeError(
             f"`dataset` must be a dataset or an iterable of batches, got a {type(dataset).__name__}. Pass "
             "torch.utils.data.TensorDataset(*tensors) for tensors of all samples."
@@ -292,12 +300,18 @@ def predict(
     check_integer("batch_size", batch_size, minimum=1)
     check_integer("num_shards", num_shards, minimum=1)
     check_integer("seed", seed)
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    check_instance("communicator", communicator, Communicator | None, "a Communicator or None")
+    prediction = Prediction(output, target, None, output_dim)
+    if converter is None:
+        raise TypeError("`converter` must be callable, got a NoneType.")
+    check_functions(converter=converter)
     joined = find_communicator() if communicator is None else communicator
     joined.check_same(model)
     runner = InferenceRunner.of_model(
         model, joined, num_shards=num_shards, devices=devices, precision=precision, converter=converter, seed=seed
     )
     try:
-        return Prediction(output, target, None, output_dim).run(runner, dataset, batch_size)
+        return prediction.run(runner, dataset, batch_size)
     finally:
         runner.release()

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.arguments import check_instance
+
 
 @dataclass(frozen=True)
 class SummaryRow:
@@ -75,6 +77,7 @@ def summarize_model(model: nn.Module) -> ModelSummary:
     1        ReLU                 0        0
     total    0.0 MiB             16       16
     """
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
     return ModelSummary(tuple(_rows(model)))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.arguments import check_integer, look_up
+from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, KnowsOthers, names_ours
 from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError, collect_error
 from lockstep.metrics import Mean, Observed, as_mean, read_means
@@ -96,6 +96,10 @@ class Trainer(KnowsOthers):
                 f"`updater` must be a lockstep Updater, got a {type(updater).__name__}. Create one: "
                 "lockstep.ParallelUpdater(iterator, optimizer, model, loss_fn=...)."
             )
+        if not isinstance(extensions, Iterable):
+            got = type(extensions).__name__
+            raise TypeError(f"`extensions` must be a list of extensions, got a {got}. Put it into a list.")
+        check_instance("out", out, str | os.PathLike, "the path of a folder")
         self.updater = updater
         self.fast_dev_run = trial_updates(fast_dev_run)
         self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
@@ -439,7 +443,7 @@ class Trainer(KnowsOthers):
         """
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("num_shards", num_shards, minimum=1)
-        look_up(model_name, self.updater.get_all_models())
+        look_up(model_name, self.updater.get_all_models(), "model_name")
         runner = runner_of(self.updater, num_shards=num_shards, model_name=model_name)
         try:
             return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)

@@ -151,6 +151,9 @@ class EarlyStopping(Trigger):
         check_choice("mode", mode, ("auto", "min", "max"))
         check_number("min_delta", min_delta, least=0)
         check_number("min_epochs", min_epochs, least=0)
+        for name, bound in {"stop_at": stop_at, "diverge_at": diverge_at}.items():
+            if bound is not None:
+                check_number(name, bound)
         self.monitor = monitor
         self.patience = patience
         self.mode = ("max" if "accuracy" in monitor else "min") if mode == "auto" else mode

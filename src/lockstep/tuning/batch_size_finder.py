@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lockstep.arguments import check_choice, check_integer
+from lockstep.arguments import check_choice, check_instance, check_integer, check_number
 from lockstep.data import BatchIterator
 from lockstep.errors import PeerError, is_memory_error
 from lockstep.replicas import free_reserved_memory, peak_memory, restart_peak_memory
@@ -145,8 +145,7 @@ def find_batch_size(
     batches = _check(updater, iterator, max_batch_size)
     check_choice("mode", mode, ("power", "binsearch"))
     check_integer("num_updates", num_updates, minimum=2)
-    if not 0 <= margin < 1:
-        raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")
+    check_number("margin", margin, least=0, below=1)
     num_shards = updater.shards_per_batch
     limit = min(len(batches.dataset), max_batch_size or len(batches.dataset))
     first = min(2 * num_shards, limit) if min_batch_size is None else min_batch_size
@@ -177,10 +176,9 @@ def find_batch_size(
     return BatchSizeFinderResult(tuple(trials), "memory", suggestion)
 
 
-def _check(updater: object, iterator: str, max_batch_size: int | None) -> BatchIterator:
+def _check(updater: ParallelUpdater, iterator: str, max_batch_size: int | None) -> BatchIterator:
     """Check that the batch size of an updater can be searched, and return its iterator."""
-    if not isinstance(updater, ParallelUpdater):
-        raise TypeError(f"`updater` must be a ParallelUpdater, got a {type(updater).__name__}.")
+    check_instance("updater", updater, ParallelUpdater, "a ParallelUpdater")
     batches = updater.get_iterator(iterator)
     if not isinstance(batches, BatchIterator):
         raise TypeError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.arguments import check_choice, check_integer
+from lockstep.arguments import check_choice, check_instance, check_integer, check_number, look_up
 from lockstep.elsewhere import check_installed
 from lockstep.tuning.restored import restored
 from lockstep.updaters import ParallelUpdater
@@ -144,7 +144,7 @@ def find_lr(
     """
     _check(updater, min_lr, max_lr, num_updates, stop_factor)
     check_choice("mode", mode, ("exponential", "linear"))
-    groups = updater.get_optimizer(optimizer).param_groups
+    groups = look_up(optimizer, updater.get_all_optimizers(), "optimizer").param_groups
     first = groups[0]["lr"]
     ratios = [group["lr"] / first if first else 1.0 for group in groups]
     lrs, losses, smoothed = [], [], []
@@ -172,14 +172,13 @@ def find_lr(
     return LRFinderResult(tuple(lrs), tuple(losses), tuple(smoothed), diverged)
 
 
-def _check(updater: object, min_lr: float, max_lr: float, num_updates: int, stop_factor: float | None) -> None:
+def _check(updater: ParallelUpdater, min_lr: float, max_lr: float, num_updates: int, stop_factor: float | None) -> None:
     """Check the arguments of `find_lr`."""
-    if not isinstance(updater, ParallelUpdater):
-        raise TypeError(f"`updater` must be a ParallelUpdater, got a {type(updater).__name__}.")
-    if not 0 < min_lr < math.inf:
-        raise ValueError(f"`min_lr` must be above 0, got {min_lr}.")
+    check_instance("updater", updater, ParallelUpdater, "a ParallelUpdater")
+    check_number("min_lr", min_lr, above=0, finite=True)
+    check_number("max_lr", max_lr)
     if not min_lr < max_lr < math.inf:
         raise ValueError(f"`max_lr` must be above `min_lr` ({min_lr}), got {max_lr}.")
     check_integer("num_updates", num_updates, minimum=3)
-    if stop_factor is not None and not stop_factor > 1:
-        raise ValueError(f"`stop_factor` must be above 1 or None, got {stop_factor}.")
+    if stop_factor is not None:
+        check_number("stop_factor", stop_factor, above=1)

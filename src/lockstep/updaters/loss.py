@@ -430,6 +430,9 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
             "Loss(value, weight=weight.detach()) if the weight is a constant. If it is to be learned, compute the "
             "weighted mean over the batch by a lockstep.BatchLoss."
         )
+    if loss.metrics and not hasattr(loss.metrics, "items"):
+        rule = "must be a dict of pairs (sum, weight) by name, such as {'accuracy': (correct, count)}"
+        raise TypeError(f"`metrics` of a Loss {rule}, got {loss.metrics!r}.")
     for name, pair in loss.metrics.items() if loss.metrics else ():
         if not _is_pair(pair):
             raise TypeError(

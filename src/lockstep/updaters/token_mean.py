@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lockstep.arguments import check_instance, check_integer
 from lockstep.replicas import in_mode
 from lockstep.updaters.loss import Loss
 
@@ -25,6 +26,11 @@ class TokenMean:
     ignore_index: int = -100
     target: str = "labels"
     shifted: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("ignore_index", self.ignore_index)
+        check_instance("target", self.target, str, "the key of the labels")
+        check_instance("shifted", self.shifted, bool | None, "True, False or None")
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Loss:
         """Return the loss of the shard."""

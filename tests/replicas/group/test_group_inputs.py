@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "fixed string": (
         lambda: ls.ReplicaGroup(net(), TWO, fixed="0.bias"),
         TypeError,
-        "got the string '0.bias'",
+        "got '0.bias'",
     ),
     "shards": (
         lambda: ls.ReplicaGroup(net(), TWO, num_shards=True),

@@ -172,7 +172,7 @@ def test_the_step_changes_the_buffers_of_these_models_only(names: list[str] | No
 
 def test_an_unknown_name_is_refused() -> None:
     updater = updater_of(networks(), 1, 1)
-    with pytest.raises(KeyError, match=r"`name` must be one of \['dis', 'gen'\], got 'judge'"):
+    with pytest.raises(KeyError, match=r"`buffers_of` must be one of \['dis', 'gen'\], got 'judge'"):
         updater.compute_gradients(batches()[0], loss_fn=discriminator_loss, buffers_of=["judge"])
 
 

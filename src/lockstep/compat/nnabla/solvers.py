@@ -204,8 +204,7 @@ class LAMB(HookedOptimizer):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
         for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-            if not 0 <= beta < 1:
-                raise ValueError(f"`{name}` must lie in [0, 1), got {beta}.")
+            check_number(name, beta, least=0, below=1)
         check_number("eps", options["eps"], above=0, finite=True)
         check_number("weight_decay", options["weight_decay"], least=0, finite=True)
         check_number("threshold", options["threshold"], least=0, finite=True)
@@ -324,8 +323,7 @@ class SGDW(MomentumSGD):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
         first = _initial_lr(options)
-        if options["weight_decay"] >= 1:
-            raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
+        check_number("weight_decay", options["weight_decay"], least=0, below=1)
         if not 0 < first < math.inf:
             raise ValueError(
                 f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."

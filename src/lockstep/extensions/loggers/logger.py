@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from lockstep.arguments import check_bool
 from lockstep.digest import digest
 from lockstep.errors import SideFileWarning
 from lockstep.extensions.unobserved import Unobserved, check_names
@@ -80,7 +81,8 @@ class Logger(Extension):
         self._unobserved = Unobserved(f"`keys` of {type(self).__name__}", self.keys)
         self.trigger = trigger
         self.hyperparameters = dict(hyperparameters or {})
-        self._means = IntervalMeans(last=last, sums=sums)
+        self._means = IntervalMeans(last=check_names("last", last) or (), sums=check_names("sums", sums) or ())
+        check_bool("required", required)
         self.required = required
         self._observed_at: dict[str, tuple[int, float]] = {}
         # The entries of the last interval, which rank 0 may not have written if it was lost, and any before them that

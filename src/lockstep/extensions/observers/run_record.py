@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from lockstep._version import __version__
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_bool, check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
 from lockstep.extensions.loggers.logger import recipe_of
@@ -75,6 +75,7 @@ class RunRecord(Extension):
         self.trigger = trigger
         self.every = every
         self.filename = filename
+        check_bool("required", required)
         self.required = required
         self._file = SideFile(Path(), filename, required=required)
         self._begun_at = 0

@@ -201,7 +201,8 @@ def check_dims(dims: Any, argument: str, *, by_position: bool = False) -> None:
     each = dims_by_name(dims if isinstance(dims, Mapping) else {argument: dims})
     allowed = NESTS if by_position or isinstance(dims, Mapping) else ()
     # `type(...) is int` also rejects booleans.
-    if not all(dim is None or type(dim) is int or isinstance(dim, allowed) for dim in each.values()):
+    are_dims = all(dim is None or type(dim) is int or isinstance(dim, allowed) for dim in each.values())
+    if not are_dims or (by_position and not all(isinstance(name, str) for name in each)):
         nests = "a tuple, list or dict of these" if by_position else "a dict of these by name"
         raise TypeError(f"`{argument}` must be an integer, None, or {nests}, got {dims!r}.")
 

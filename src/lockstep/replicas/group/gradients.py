@@ -37,11 +37,11 @@ def read_grad_modes(
         fixed: The names of parameters without a gradient, unless `grad_mode` names them.
 
     Raises:
-        TypeError: If `fixed` is a single string.
+        TypeError: If `fixed` is no list of names.
         ValueError: If a mode is not 'write', 'add' or 'null', or a name belongs to no parameter.
     """
-    if isinstance(fixed, str):
-        raise TypeError(f"`fixed` must be a list of names, got the string {fixed!r}.")
+    if isinstance(fixed, str) or not isinstance(fixed, Iterable):
+        raise TypeError(f"`fixed` must be a list of names, got {fixed!r}.")
     # In reverse, so that the first name of a tied parameter remains in the dict.
     first = {tensor: name for name, tensor in reversed(list(_differentiable(model)))}
     names = {name: first[tensor] for name, tensor in _differentiable(model, remove_duplicate=False)}

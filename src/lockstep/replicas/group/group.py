@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_bool, check_instance, check_integer
 from lockstep.errors import OrderError
 from lockstep.metrics import Metric
 from lockstep.plan import Shard
@@ -124,7 +124,7 @@ class ReplicaGroup(ReplicaSet):
             ``"auto"`` is half an hour, where the calling thread is not watched. None waits without limit.
 
     Raises:
-        TypeError: If the model is no module or cannot be copied, `fixed` is a string, or a dimension is no number.
+        TypeError: If the model is no module or cannot be copied, or an argument has another type.
         ValueError: If an argument is out of range, or input gradients are requested in a group that does not train.
 
     Determinism: With `num_shards` the bits of outputs, gradients and buffers depend only on the model, the batch, that
@@ -159,6 +159,10 @@ class ReplicaGroup(ReplicaSet):
     ) -> None:
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
+        for name, value in {"training": training, "device_grads": device_grads}.items():
+            check_bool(name, value)
+        check_instance("input_grads", input_grads, bool | Mapping, "True, False or a dict of modes by input")
+        check_instance("shared_group", shared_group, ReplicaGroup | None, "a ReplicaGroup or None")
         if input_grads and not training:
             raise ValueError("`input_grads` must be False in a group with training=False, got True.")
         check_dims(batch_dim, "batch_dim")

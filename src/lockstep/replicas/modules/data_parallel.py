@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_bool, check_integer
 from lockstep.elsewhere import DATA_PARALLEL, names_ours
 from lockstep.errors import OrderError
 from lockstep.replicas.batch.input_gradients import InputGradients
@@ -302,6 +302,11 @@ class DataParallel(ModuleWrapper):
         super().__init__(module)
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
+        switches = {"flatten_parameters": flatten_parameters, "use_nccl": use_nccl}
+        for name, value in {**switches, "parallel_backward": parallel_backward}.items():
+            check_bool(name, value)
+        if worker_init_fn is not None and not callable(worker_init_fn):
+            raise TypeError(f"`worker_init_fn` must be a function of the index of a device, got {worker_init_fn!r}.")
         if use_nccl and not flatten_parameters:
             raise ValueError("`flatten_parameters` must be True if `use_nccl` is, got False.")
         check_rules(buffers)

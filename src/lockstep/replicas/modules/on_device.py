@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.arguments import check_instance
 from lockstep.replicas.pool.copies import refuse_wrapped
 from lockstep.replicas.pool.devices import device_context, parse_device
 
@@ -38,8 +39,7 @@ class ModuleWrapper(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`module` must be a torch.nn.Module, got a {type(module).__name__}.")
+        check_instance("module", module, nn.Module, "a torch.nn.Module")
         refuse_wrapped(module, "module", copied=not isinstance(self, OnDevice))
         self.module = module
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lockstep import plan
+from lockstep.arguments import check_instance
 from lockstep.errors import OrderError
 from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters, refuse_wrapped
 from lockstep.replicas.pool.deterministic import warn_of_kernels
@@ -126,13 +127,13 @@ class ReplicaSet:
         workloads: Sequence[float] | None = None,
         timeout: Timeout = "auto",
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+        check_instance("model", model, nn.Module, "a torch.nn.Module")
         refuse_wrapped(model, "model")
         self.model = model
         self.devices = parse_devices(devices)
-        self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
-        plan.check_workloads(self.workloads)
+        workloads = [1.0] * len(self.devices) if workloads is None else workloads
+        plan.check_workloads(workloads)
+        self.workloads = list(workloads)
         if len(self.workloads) != len(self.devices):
             raise ValueError(
                 f"`workloads` must hold one number per device ({len(self.devices)}), got {len(self.workloads)}."

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from lockstep.arguments import check_choice, check_integer, misfit
+from lockstep.arguments import check_bool, check_choice, check_integer, misfit
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.loss import BatchLoss, LossFunction, supervised
@@ -142,6 +142,7 @@ class Recipe:
         if self.max_skipped is not None:
             check_integer("max_skipped", self.max_skipped, minimum=1)
         check_integer("seed", self.seed)
+        check_bool("auto_new_epoch", self.auto_new_epoch)
         check_dims(self.batch_dim, "batch_dim")
         check_choice("split", self.split, get_args(Split))
         check_choice("reduction", self.reduction, get_args(Reduction))

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lockstep import nest
+from lockstep.arguments import check_bool
 from lockstep.errors import StateError
 from lockstep.precision import to_device
 from lockstep.replicas import BatchDim, check_dims, count_samples, positive_dims
@@ -43,6 +44,7 @@ class Carried:
 
     def __post_init__(self) -> None:
         check_dims(self.dim, "dim")
+        check_bool("each_epoch", self.each_epoch)
         if not nest.tensors(self.initial):
             raise ValueError("`initial` must hold at least one tensor, got none.")
 

@@ -151,7 +151,7 @@ class TrainingState:
         """
         if optimizer is None:
             return tuple(self.optimizers)
-        look_up(optimizer, self.optimizers)
+        look_up(optimizer, self.optimizers, "optimizer")
         return (optimizer,)
 
     def parameters_of(self, optimizer: str) -> frozenset[int]:
@@ -187,7 +187,7 @@ class TrainingState:
         Raises:
             KeyError: If there is no model of this name.
         """
-        network = look_up(model, self.models)
+        network = look_up(model, self.models, "model")
         return {name: value for each in self.masters.values() for name, value in each.named(network).items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -17,7 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.arguments import check_choice
+from lockstep import plan
+from lockstep.arguments import check_choice, check_instance
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
@@ -100,8 +101,7 @@ def check_run_options(communicator: object, copy_ahead: object) -> None:
     """
     if not isinstance(copy_ahead, bool) and copy_ahead != "auto":
         raise ValueError(f"`copy_ahead` must be True, False or 'auto', got {copy_ahead!r}.")
-    if not isinstance(communicator, Communicator | None):
-        raise TypeError(f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}.")
+    check_instance("communicator", communicator, Communicator | None, "a Communicator or None")
 
 
 def check_carried(carried: object, recipe: Recipe, *, custom_step: bool) -> None:
@@ -148,6 +148,8 @@ def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"]
                 "the sizes of shards, and so the result. Pass `num_shards`."
             )
         return None
+    if workloads is not None:
+        plan.check_workloads(workloads)
     # Round robin gives all shards the same size, give or take one sample, so workloads could not be followed.
     sized_by_them = recipe.num_shards is None and workloads is not None and len(set(workloads)) > 1
     if recipe.split == "strided" and sized_by_them:

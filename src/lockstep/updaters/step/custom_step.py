@@ -148,7 +148,7 @@ class CustomStep:
                 f"`buffers_of` must be a collection of names, such as [{buffers_of!r}], got {buffers_of!r}."
             )
         for network in buffers_of or ():
-            look_up(network, self._training.models)
+            look_up(network, self._training.models, "buffers_of")
         loss_fn = self._default_request.loss_fn if loss_fn is None else networks.loss_fn(loss_fn)
         request = replace(
             self._default_request,
