@@ -18,8 +18,6 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Final
 
-from lockstep.arguments import check_number
-
 ALIGNMENT: Final = 64
 """Elements. A slice that starts at a multiple of this number falls on the same vector lanes as in the whole tensor, so
 vectorized kernels round its elements in the same way."""
@@ -102,7 +100,8 @@ def check_workloads(workloads: Sequence[float]) -> None:
     if len(workloads) == 0:
         raise ValueError("`workloads` must hold at least one number, got none.")
     for index, workload in enumerate(workloads):
-        check_number(f"workloads[{index}]", workload)
+        if not hasattr(workload, "__float__"):
+            raise TypeError(f"`workloads[{index}]` must be a number, got {workload!r}.")
         if not (math.isfinite(workload) and workload > 0):
             raise ValueError(f"`workloads[{index}]` must be positive and finite, got {workload}.")
 
