@@ -52,6 +52,8 @@ def main(descriptor: int, path: Sequence[str]) -> CodeType:
 def _serve(descriptor: int) -> CodeType:
     """Fork a process for each command that comes, until the connection ends; return only in the forks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # May be ignored, as under nohup. A fork ignores what its parent does.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     set_name(zygote.NAME)
     channel = socket.socket(fileno=descriptor)
     while True:
