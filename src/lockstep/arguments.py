@@ -79,8 +79,7 @@ def check_number(
     if not is_within or not (below is None or value < below) or (finite and not -math.inf < value < math.inf):
         bounds = {"at least": least, "above": above, "less than": below}
         rules = ["finite"] * finite + [f"{rule} {bound}" for rule, bound in bounds.items() if bound is not None]
-        listed = " and ".join(rules)
-        raise ValueError(f"`{name}` must be {listed}, got {value}.")
+        raise ValueError(f"`{name}` must be {' and '.join(rules)}, got {value}.")
 
 
 def check_bool(name: str, value: object) -> None:

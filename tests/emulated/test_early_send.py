@@ -201,9 +201,7 @@ def _without_waiting(communicator: ls.ProcessCommunicator) -> tuple[int, int]:
         return torch.Stream(TWO[1]).record_event()
 
     first = train(communicator, ONE, 8, patch=lambda patch: patch.setattr(OrderedSum, "_take", take_at_once))
-    second = train(
-        communicator, TWO, 8, patch=lambda patch: patch.setattr(early_send, "_event_after", event_of_nothing)
-    )
+    second = train(communicator, TWO, 8, patch=lambda patch: patch.setattr(early_send, "_event_on", event_of_nothing))
     return len(first.races), len(second.races)
 
 

@@ -68,7 +68,7 @@ class Feeder(Iterator):
         self.position = self.num_fed = 0
 
     def finalize(self) -> None:
-        pass
+        """Hold nothing that would have to be released."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

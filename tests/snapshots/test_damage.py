@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,9 @@ def accepted_flips(folder: Path, bits: range) -> list[tuple[str, int]]:
                 place, mask = (bit - first) // 8, 1 << (bit - first) % 8
                 data[place] ^= mask
                 path.write_bytes(data)
-                try:
+                with suppress(SnapshotError):
                     load(folder)
                     accepted.append((name, bit - first))
-                except SnapshotError:
-                    pass
                 data[place] ^= mask
         path.write_bytes(data)
         first += 8 * len(data)
@@ -66,11 +65,9 @@ def accepted_cuts(folder: Path, step: int) -> list[tuple[str, int]]:
         data = path.read_bytes()
         for size in range(0, len(data), step):
             path.write_bytes(data[:size])
-            try:
+            with suppress(SnapshotError):
                 load(folder)
                 accepted.append((name, size))
-            except SnapshotError:
-                pass
         path.write_bytes(data)
     return accepted
 

@@ -103,8 +103,8 @@ class StepScheduler(Extension):
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the scheduler, its options, and the mean of the current interval."""
-        average = self._average.state_dict()
-        return {"scheduler": self.scheduler.state_dict(), "options": self._options, "average": average}
+        own = {"options": self._options, "average": self._average.state_dict()}
+        return {"scheduler": self.scheduler.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state.
@@ -113,12 +113,12 @@ class StepScheduler(Extension):
             StateError: If it is that of another kind of scheduler, or of one with other options.
         """
         check_keys(state, ("scheduler", "options", "average"), of="StepScheduler")
-        own, saved = self._options, state["options"]
-        for name in dict.fromkeys([*own, *saved]):
-            if own.get(name) != saved.get(name):
+        saved = state["options"]
+        for name in {**self._options, **saved}:
+            if (own := self._options.get(name)) != saved.get(name):
                 raise StateError(
                     f"The scheduler of StepScheduler must be the one that was saved, got {name or 'the kind'} = "
-                    f"{own.get(name)!r} instead of {saved.get(name)!r}. Pass the same scheduler with the same options, "
+                    f"{own!r} instead of {saved.get(name)!r}. Pass the same scheduler with the same options, "
                     "or add the extension by another `name`, which starts the schedule anew."
                 )
         average = Average()

@@ -391,8 +391,8 @@ class Trainer(KnowsOthers):
         names = [*filter(state["extensions"].__contains__, self._entries)]
         triggers = {"`until`": (self.until, state["until"])}
         triggers |= {name: (self._entries[name].trigger, state["triggers"][name]) for name in names}
-        differing = (name for name, (each, saved) in triggers.items() if each.state_dict().keys() != saved.keys())
-        other = [] if strict else [*differing]
+        pairs = [] if strict else triggers.items()
+        other = [name for name, (each, saved) in pairs if each.state_dict().keys() != saved.keys()]
         if other and self.is_main:
             warnings.warn(
                 f"The saved state is that of another kind of trigger for {', '.join(other)}, which starts without it, "

@@ -69,10 +69,11 @@ def _selects(node: Any, num_samples: int) -> bool:
     """
     before = _changing(node.next_functions[0][0])
     if _name(node) == "DivBackward":
-        number = _constant_of(node)
+        divisor = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
+        is_constant = divisor.numel() == 1 and not any(each for each, _ in node.next_functions[1:])
         # Other sums are divided by a multiple of the number of samples, which may be no integer.
         is_of_samples = _name(before) == "SumBackward" and [*before._saved_self_sym_sizes][:1] == [num_samples]  # noqa: SLF001 - as above
-        return is_of_samples and number is not None and number.is_integer() and number % num_samples != 0
+        return is_constant and is_of_samples and (number := float(divisor)).is_integer() and number % num_samples != 0
     masks = getattr(before, "_saved_indices", None) if _name(before) == "IndexBackward" else None
     mask = masks[0] if masks else getattr(before, "_saved_mask", None)
     if mask is None or mask.dtype != torch.bool or mask.shape[:1] != (num_samples,):
@@ -91,12 +92,6 @@ def _changing(node: Any) -> Any:
     while _name(node) in UNCHANGED:
         node = node.next_functions[0][0]
     return node
-
-
-def _constant_of(node: Any) -> float | None:
-    """Return the number that a division divides by; None where it is a tensor of several elements or has a graph."""
-    number = torch.as_tensor(node._saved_other)  # noqa: SLF001 - as above
-    return None if number.numel() != 1 or any(each for each, _ in node.next_functions[1:]) else float(number)
 
 
 def _terms(node: Any) -> list[tuple[Any, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeAlias
 
@@ -18,8 +18,8 @@ from lockstep.updaters.compute.shares import RankShare
 
 HOST: Final = torch.device("cpu")
 
-Given: TypeAlias = "tuple[list[PartialSum], torch.Event | None]"
-"""What a device has of one parameter, with the event after which another stream can read it; None on CPUs."""
+Given: TypeAlias = "tuple[list[PartialSum], torch.device, torch.Event | None]"
+"""What a device has of one parameter, where, and the event after which another stream can read it; None on CPUs."""
 
 
 class EarlySend:
@@ -83,38 +83,43 @@ class EarlySend:
                 # The device has run its shards again.
                 self.is_spoiled = True
                 return
-            given[place] = partials, _event_after(partials)
+            given[place] = partials, (device := _device_of(partials)), _event_on(device)
             if len(given) < self._num_devices:
                 return
+            parts = [given.pop(at) for at in sorted(given)]
+            if {each for _, each, _ in parts} == {self._home} and (len(parts) == 1 or self._home == HOST):
+                # On the stream of backward.
+                self._send(index, [each for own, _, _ in parts for each in own])
+                return
             with ExitStack() as stack:
-                # The same tree as without early sending, for one parameter, so the bits are the same.
-                sums = ShardSum(self._share.start)
-                for each in self._at_home([given.pop(at) for at in sorted(given)], stack):
-                    sums.push(each.shard, each.tensors)
-                sums.merge_complete(self._share.stop)
-                tensors = [each.tensors[0] for each in sums.partials]
-                if self._is_announced(index, [each.shard for each in sums.partials], tensors):
-                    del self._given[index]
-                    self._pending.add(index, tensors)
-                else:
-                    self.is_spoiled = True
+                self._send(index, self._at_home(parts, stack))
+
+    def _send(self, index: int, partials: Iterable[PartialSum]) -> None:
+        """Add up what all devices have of one parameter, and send the sum."""
+        # The same tree as without early sending, for one parameter, so the bits are the same.
+        sums = ShardSum(self._share.start)
+        for each in partials:
+            sums.push(each.shard, each.tensors)
+        sums.merge_complete(self._share.stop)
+        tensors = [each.tensors[0] for each in sums.partials]
+        if self._is_announced(index, [each.shard for each in sums.partials], tensors):
+            del self._given[index]
+            self._pending.add(index, tensors)
+        else:
+            self.is_spoiled = True
 
     def _at_home(self, given: Sequence[Given], stack: ExitStack) -> Iterator[PartialSum]:
         """Yield what devices have given on the device of the sums, and enter the streams on which it can be added."""
-        if len(given) == 1 and all(tensor.device == self._home for tensor in _present(given[0][0])):
-            # On the stream of backward.
-            yield from given[0][0]
-            return
         # On streams of their own, so that no backward waits for that of another device or for a transfer.
-        for device in {self._home, *(event.device for _, event in given if event is not None)} - {HOST}:
+        for device in {self._home, *(device for _, device, _ in given)} - {HOST}:
             self._streams[device] = self._streams.get(device) or torch.Stream(device)
             stack.enter_context(self._streams[device])
-        for partials, event in given:
+        for partials, device, event in given:
             if event is not None:
-                self._streams[event.device].wait_event(event)
+                self._streams[device].wait_event(event)
                 for tensor in _present(partials):
                     # It is freed here, and belongs to the stream of backward.
-                    tensor.record_stream(self._streams[event.device])
+                    tensor.record_stream(self._streams[device])
             yield from move_partials(partials, self._home)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -125,14 +130,18 @@ class EarlySend:
         )
 
 
-def _present(partials: Sequence[PartialSum]) -> list[torch.Tensor]:
-    """Return the dense tensors of partial sums of one tensor each."""
-    return [tensor for each in partials for tensor in each.tensors if tensor is not None and not tensor.is_sparse]
+def _present(partials: Sequence[PartialSum]) -> Iterator[torch.Tensor]:
+    """Iterate over the dense tensors of partial sums of one tensor each."""
+    return (tensor for each in partials for tensor in each.tensors if tensor is not None and not tensor.is_sparse)
 
 
-def _event_after(partials: Sequence[PartialSum]) -> torch.Event | None:
-    """Return an event after which another stream can read partial sums; None for those of a CPU."""
-    device = next((tensor.device for tensor in _present(partials)), HOST)
+def _device_of(partials: Sequence[PartialSum]) -> torch.device:
+    """Return the device of partial sums, which are all on one."""
+    return next((tensor.device for tensor in _present(partials)), HOST)
+
+
+def _event_on(device: torch.device) -> torch.Event | None:
+    """Return an event after which another stream can read what the current one has been given; None for a CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 

@@ -51,8 +51,9 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
         context: The context of the update.
     """
     samples, no_means = audit.shard.samples, attempt.gradient_context.no_means
-    here = audit.place[0] == audit.rank and len(samples) > 1
-    if no_means is None or any(no_means) or audit.differs or not (here and audit.compares_buffers):
+    # Not once more after an overflow: the loss function is the same.
+    applies = audit.compares_buffers and attempt.number == 1 and audit.place[0] == audit.rank and len(samples) > 1
+    if not applies or no_means is None or any(no_means) or audit.differs:
         return
     try:
         first, tolerance = _values(again, attempt, audit, context)
@@ -61,8 +62,7 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
         second, _ = _values(again, attempt, audit, context)
     except Exception:  # noqa: BLE001 - user code may refuse so few samples
         return
-    pairs = zip(first, second, strict=True)
-    if all(abs(one - other) <= tolerance / 10 * abs(one) for (one, _), (other, _) in pairs):
+    if all(abs(one - other) <= tolerance / 10 * abs(one) for (one, _), (other, _) in zip(first, second, strict=True)):
         whole, *parts = (f"{value:.4g}" for value, _ in first)
         no_means.add(f"{whole} for {len(samples)} samples, of which parts have {', '.join(parts)},")
 
