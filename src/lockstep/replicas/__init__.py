@@ -50,7 +50,7 @@ from lockstep.replicas.passes.leaks import (
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
 from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runners as create_runners
+from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runner as create_runner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,
@@ -80,6 +80,7 @@ from lockstep.replicas.pool.probes import (
     FreshMemory as FreshMemory,
     Turns as Turns,
     fill as fill,
+    has_compiled as has_compiled,
     uncompiled as uncompiled,
 )
 from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, fork_error as fork_error

@@ -170,30 +170,32 @@ class ShardRunner:
         )
 
 
-def create_runners(
-    replicas: ReplicaSet, rules: BufferRules = "mean", *, names_batches: bool = False
-) -> list[ShardRunner]:
+def create_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list[ShardRunner]:
     """Create a runner for each replica.
 
     Args:
         replicas: The model and its replicas, up to date.
         rules: The rules that combine buffers over shards.
+    """
+    return [create_runner(replicas, place, replica, rules) for place, replica in enumerate(replicas.replicas)]
+
+
+def create_runner(
+    replicas: ReplicaSet, place: int, replica: nn.Module, rules: BufferRules = "mean", *, names_batches: bool = False
+) -> ShardRunner:
+    """Create the runner of one replica.
+
+    Args:
+        replicas: The model and its replicas, up to date.
+        place: The index of the device.
+        replica: The replica, which need not be one of `replicas`.
+        rules: The rules that combine buffers over shards.
         names_batches: See `ShardRunner`.
     """
-    return [
-        ShardRunner(
-            place,
-            replicas,
-            device,
-            replica,
-            # Replicas list their parameters in the model's order, so one index means the same parameter on every
-            # device.
-            [parameter for parameter in replica.parameters() if parameter.requires_grad],
-            ReplicaBuffers(replicas.model, replica, rules),
-            names_batches,
-        )
-        for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
-    ]
+    # Replicas list their parameters in the model's order, so one index means the same parameter on every device.
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    buffers = ReplicaBuffers(replicas.model, replica, rules)
+    return ShardRunner(place, replicas, replicas.devices[place], replica, parameters, buffers, names_batches)
 
 
 def _cure_of_size(error: Exception, shard: Shard) -> str:

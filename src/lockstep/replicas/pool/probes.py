@@ -101,6 +101,12 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         return made.fill_(0.5 if made.is_floating_point() and not name.startswith(("normal", "randn")) else 0)
 
 
+def has_compiled() -> bool:
+    """Return whether torch has compiled something in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context in which nothing is compiled, which would take long for other numbers of samples."""
     # Its import takes seconds, and without it nothing is compiled.

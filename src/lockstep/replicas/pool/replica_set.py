@@ -239,6 +239,17 @@ class ReplicaSet:
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
+    def new_replica(self, place: int) -> nn.Module | None:
+        """Return another copy of the model for a device, or None if it would need memory of its own for parameters.
+
+        Args:
+            place: The index of the device.
+        """
+        if not all(self._shares_memory(place, each) for each in self.model.parameters()):
+            return None
+        with torch.inference_mode(mode=False):
+            return self._copy(place, {})
+
     def _copy(self, place: int, memo: dict[int, Any]) -> nn.Module:
         """Copy the model for one device and freeze the parameters that are to be frozen."""
         replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place), memo)

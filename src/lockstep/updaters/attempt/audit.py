@@ -117,6 +117,8 @@ class Audit:
         given: Copies of tensors that cannot be read again and that this process has, by the index of the shard.
         compares_buffers: Whether averaged buffers are compared between shards.
         left: The checksums of these buffers after each shard, by name.
+        renews: Whether the second computation is that of a new copy of the model.
+        left_over: The names of the attributes in which the former copy differs from the new one.
     """
 
     shard: Shard
@@ -136,6 +138,8 @@ class Audit:
     given: dict[int, Any] = field(default_factory=dict)
     compares_buffers: bool = False
     left: dict[str, set[int]] = field(default_factory=dict)
+    renews: bool = False
+    left_over: Sequence[str] = ()
 
     @property
     def first(self) -> Seals | None:
@@ -198,6 +202,8 @@ class Audit:
         if not all(pair) or pair[0][0] == pair[1][0]:
             return None
         votes = [(self.place, self._gather(self.first, exchange)), (self.other, self._gather(self.again, exchange))]
+        if self.renews:
+            return Finding.of(self, votes)
         # A third computation decides; where there are two places only, a fourth one tells a place that is always wrong
         # from one that was wrong once.
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
@@ -266,6 +272,8 @@ class Finding:
             f"In update {update} (counted from 0) shard {audit.shard.index} was computed {self.computations} times, "
             f"and the results differ in {self.differs}"
         )
+        if audit.renews:
+            return f"{start}: the second time by a new copy of the model, as a run that is resumed here has it."
         if not self.is_repeatable:
             return f"{start}: no two of them are equal."
         places = " and ".join(self.name_of(each, devices) for each in self.wrong)
@@ -276,6 +284,8 @@ class Finding:
 
     def cause(self) -> str:
         """Return what is known of the cause, and the cure."""
+        if self.audit.left_over:
+            return f"Its forward has changed these attributes in earlier updates: {few(self.audit.left_over)}. {CURE}"
         if not self.moved:
             return CAUSES
         return f"While the shard was computed, this changed, which is no part of the model: {few(self.moved)}. {CURE}"
@@ -325,6 +335,8 @@ class Auditor:
         check_choice("on_fault", on_fault, get_args(OnFault))
         self._every, self._on_fault, self._seed = every, on_fault, seed
         self._repeated: tuple[int, int] | None = None
+        self.only_warns = every is None
+        """Whether a difference is warned of."""
         self.has_warned = False
         """Whether a dependency was warned of, after which a difference says nothing new."""
         self.is_mixed = False

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any, Final
@@ -22,7 +22,7 @@ from lockstep.replicas import (
     ShardRunner,
     TreeSum,
     buffer_refs,
-    create_runners,
+    create_runner,
 )
 from lockstep.updaters.compute.merging import can_be_merged
 from lockstep.updaters.setup.recipe import Recipe
@@ -160,6 +160,20 @@ class PreparedModel:
             any(map(can_be_merged, parameters)),
         )
 
+    def with_replica(self, place: int, replica: nn.Module, replicas: ReplicaSet, rules: BufferRules) -> PreparedModel:
+        """Return the same model with another replica on one device.
+
+        Args:
+            place: The index of the device.
+            replica: The replica.
+            replicas: The model and the replicas of this object.
+            rules: The rules that combine buffers over shards.
+        """
+        runners, observers = [*self.runners], [*self.observers]
+        runners[place] = recording_runner(replicas, place, replica, rules)
+        observers[place] = Observers({"": replica})
+        return replace(self, runners=runners, observers=observers)
+
     def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:
         """List the indices of the parameters that are to get no gradient for now.
 
@@ -176,9 +190,13 @@ def recording_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list
         replicas: The model and its replicas, up to date.
         rules: The rules that combine buffers over shards.
     """
-    for replica in replicas.replicas:
-        observe_logs(replica)
-    return create_runners(replicas, rules, names_batches=True)
+    return [recording_runner(replicas, place, replica, rules) for place, replica in enumerate(replicas.replicas)]
+
+
+def recording_runner(replicas: ReplicaSet, place: int, replica: nn.Module, rules: BufferRules) -> ShardRunner:
+    """Return the runner of one replica; see `recording_runners`."""
+    observe_logs(replica)
+    return create_runner(replicas, place, replica, rules, names_batches=True)
 
 
 def _float32_like(parameter: torch.Tensor) -> torch.Tensor:

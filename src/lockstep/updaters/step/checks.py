@@ -467,20 +467,34 @@ def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Mod
     Raises:
         ValueError: If a function reads such an attribute by its name.
     """
-    changed: dict[int, set[str]] = {}
     functions = [("loss_fn", each) for each, _ in _called(loss_fn)]
-    for original, copied in zip(model.modules(), replica.modules(), strict=False):
-        before, own = attributes(original), attributes(copied)
-        changed[id(original)] = {name for name, value in own.items() if _is_set(before.get(name), value)}
+    for before in map(attributes, model.modules()):
         functions += [("model", each) for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
-    for argument, function in functions if any(changed.values()) else ():
+    changed = {(id(module), name) for _, module, name in changed_attributes(model, replica)}
+    for argument, function in functions if changed else ():
         for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
-            if name in changed.get(id(holder), ()):
+            if (id(holder), name) in changed:
                 raise ValueError(
                     f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
                     f"{function.__qualname__!r} of `{argument}`, which reads it from your original model, whose "
                     "forward is never run. Read it from the argument of `loss_fn` or of the hook, or make it a method."
                 )
+
+
+def changed_attributes(model: nn.Module, replica: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """List the plain attributes that a forward has set, each by the path of its module, the module and its own name.
+
+    Args:
+        model: The model as it was.
+        replica: A copy of it that has computed shards.
+    """
+    pairs = zip(model.named_modules(), replica.modules(), strict=False)
+    return [
+        (path, module, name)
+        for (path, module), copied in pairs
+        for name, value in attributes(copied).items()
+        if _is_set(attributes(module).get(name), value)
+    ]
 
 
 def _is_set(before: Any, after: Any) -> bool:

@@ -247,6 +247,7 @@ class GradientEngine:
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
         audit.compares_buffers = update == self._audited and attempt.share.num_shards > 1
+        audit.renews = self.auditor.only_warns and update == self._audited != self._start
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)
@@ -271,8 +272,9 @@ class GradientEngine:
             self.is_first,
         )
 
-    def _run_shards(
+    def _run_shards(  # noqa: PLR0917 - the device comes last, because threads give it
         self,
+        prepared: PreparedModel,
         tasks: list[DeviceGradientTask | None],
         context: GradientContext,
         request: GradientRequest,
@@ -283,14 +285,14 @@ class GradientEngine:
         shards = shards_of(place)
         if shards is None:
             return
-        runner = self.prepared.runners[place]
+        runner = prepared.runners[place]
         first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
         start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.reads_buffers)
-        tasks[place] = task = DeviceGradientTask(context, last, self.prepared.observers[place], ShardSum(first), start)
+        tasks[place] = task = DeviceGradientTask(context, last, prepared.observers[place], ShardSum(first), start)
         if request.wanted is None:
             runner.run(shards, task, self.streams)
         else:
-            unwanted = self.prepared.unwanted_indices(request.wanted)
+            unwanted = prepared.unwanted_indices(request.wanted)
             with without_gradients([runner.parameters[index] for index in unwanted]):
                 runner.run(shards, task, self.streams)
 
@@ -367,7 +369,7 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        untimed = partial(self._run_shards, device_tasks, attempt.gradient_context, request, shards_of)
+        untimed = partial(self._run_shards, prepared, device_tasks, attempt.gradient_context, request, shards_of)
         compute = self.clock.timed(untimed) if self.clock.num_users else untimed
         if attempt.audit is not None and attempt.audit.neighbours and not self.replicas.watches_all:
             # So that nothing is changed by chance before `side_by_side`. A device that waits would count as hung.

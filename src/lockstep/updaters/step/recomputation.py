@@ -14,7 +14,7 @@ from lockstep.errors import OrderError, is_memory_error
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
+from lockstep.replicas import ReplicaSet, ShardStreams, Turns, has_compiled, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit, Seals, few, seals_of
@@ -28,6 +28,7 @@ from lockstep.updaters.setup.batches import Conversion, copied, may_draw
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedAttempt
 from lockstep.updaters.state.training import TrainingState
+from lockstep.updaters.step.checks import changed_attributes
 
 LEADS: Final = (20, 5, 2, 0)
 """By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the
@@ -111,7 +112,20 @@ class Recomputation:
             users = [attempt.request.loss_fn, *self.replicas.replicas[place].modules()]
             run_as_elsewhere(work, users, self.replicas.devices[place], in_thread=audit.place == audit.other)
 
-        return self._run(attempt, audit, context, {place: audit.shard}, around).get(place)
+        again = self._by_new_replica(audit, place) if audit.renews else self
+        return again._run(attempt, audit, context, {place: audit.shard}, around).get(place)  # noqa: SLF001 - of this class
+
+    def _by_new_replica(self, audit: Audit, place: int) -> Recomputation:
+        """Return what computes by a new copy of the model on one device, as a run that is resumed here would."""
+        # A new copy would be compiled anew, or no more.
+        replica = None if has_compiled() else self.replicas.new_replica(place)
+        if replica is None:
+            return self
+        audit.left_over = [
+            f"{path}.{name}" if path else name
+            for path, _, name in changed_attributes(replica, self.prepared.runners[place].replica)
+        ]
+        return replace(self, prepared=self.prepared.with_replica(place, replica, self.replicas, self.recipe.buffers))
 
     def _run(
         self, attempt: Attempt, audit: Audit, context: UpdateContext, shards: Mapping[int, Shard], around: Around
@@ -133,7 +147,7 @@ class Recomputation:
 
         def work(place: int) -> None:
             self.replicas.progress.start(place)  # of the thread that this is called in
-            self.run_shards(tasks, in_audit, attempt.request, again.get, place)
+            self.run_shards(self.prepared, tasks, in_audit, attempt.request, again.get, place)
 
         def compute(place: int) -> None:
             if place in again:
