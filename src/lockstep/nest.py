@@ -281,9 +281,9 @@ def attributes(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in type(value).__mro__:
         for name, member in vars(base).items():
-            # A member without a value is no attribute.
-            with suppress(AttributeError):
-                if type(member) is MemberDescriptorType and name not in NO_ATTRIBUTES:
+            if type(member) is MemberDescriptorType and name not in NO_ATTRIBUTES:
+                # A member without a value is no attribute.
+                with suppress(AttributeError):
                     found[name] = member.__get__(value)
     held = getattr_static(value, "__dict__", None)
     if type(held) in (GetSetDescriptorType, MemberDescriptorType):

@@ -139,7 +139,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell which processes there are")
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forkserver", "spawn"))]
+)
 def test_workers_end_with_the_process_that_needs_them(method: str, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(KILLED)

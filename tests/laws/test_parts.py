@@ -22,10 +22,11 @@ from tests.support.waiting import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 
+NUM_SAMPLES = 711
 NUM_FILES, BATCH, NUM_SECTIONS, NUM_SHARDS = 6, 24, 12, 12
-UPDATES = 70  # an epoch and a few updates
-EPOCH = 60
-RESUMED = (1, 30, 60)  # at the first, in the middle, and at the end of the first epoch
+UPDATES = 35  # an epoch and a few updates
+EPOCH = 30
+RESUMED = (1, 15, 30)  # at the first, in the middle, and at the end of the first epoch
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("corpus")
     generator = torch.Generator().manual_seed(0)
     for file in range(NUM_FILES):
-        records = torch.randn(221 + 7 * file, 5, generator=generator)
+        records = torch.randn(101 + 7 * file, 5, generator=generator)
         (made / f"{file}.jsonl").write_text("".join(f"{json.dumps(row.tolist())}\n" for row in records))
-    assert sum(corpus(made, made).parts[0].lengths) == 221
-    assert len(corpus(made, made)) == 1431
+    assert sum(corpus(made, made).parts[0].lengths) == 101
+    assert len(corpus(made, made)) == NUM_SAMPLES
     return made
 
 
@@ -162,7 +163,7 @@ def skipped(communicator: ls.Communicator | None, folder: Path, log: Path) -> tu
 
 def test_bad_records_are_skipped_alike_and_counted_over_all_ranks(folder: Path, tmp_path: Path) -> None:
     digest, alone, of_all = skipped(None, folder, tmp_path)
-    assert alone == of_all > 20
+    assert alone == of_all > 10
     for size in (2, 3):
         found = run_on_ranks(skipped, size, folder, tmp_path)
         assert [(each[0], each[2]) for each in found] == [(digest, alone)] * size
@@ -172,6 +173,8 @@ def test_bad_records_are_skipped_alike_and_counted_over_all_ranks(folder: Path, 
 
 PLACES = list(product([1, 2, 3, 4], [1, 2], [0, 2]))
 """The numbers of ranks, devices and workers at which runs are killed and resumed."""
+DAILY_PLACES = [(2, 1, 2), (3, 2, 0)]
+"""Those at which they are killed every day: the next ones have other numbers of each."""
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +192,10 @@ def run_program(out: Path, place: tuple[int, int, int], kill_at: int) -> str:
     return ended.stdout
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "devices", "workers"),
+    [each if each in DAILY_PLACES else pytest.param(*each, marks=pytest.mark.slow) for each in PLACES],
+)
 def test_a_run_that_is_killed_goes_on_at_another_place(
     size: int, devices: int, workers: int, tmp_path: Path, not_killed: str
 ) -> None:
@@ -213,7 +216,7 @@ def test_all_processes_together_read_the_data_once(size: int, workers: int, fold
     data = sum((folder / f"{file}.jsonl").stat().st_size for file in range(NUM_FILES))
     run_on_ranks(partial(trained_until, EPOCH), size, folder, tmp_path, [(1, workers)])
     # What workers load ahead of the end of the epoch is no more than two batches.
-    ahead = 2 * 2 * BATCH / 1431 if workers else 0
+    ahead = 2 * 2 * BATCH / NUM_SAMPLES if workers else 0
     assert data <= num_bytes_read(tmp_path) <= (1.05 + ahead) * data
 
 
@@ -221,14 +224,14 @@ def test_a_resume_reads_at_most_a_block_of_each_section_again(
     folder: Path, tmp_path: Path, alone: tuple[str, dict[int, dict[str, Any]]]
 ) -> None:
     counts = []
-    for at in (0, 30):
+    for at in (0, 15):
         log = tmp_path / str(at)
         log.mkdir()
-        state = alone[1][30] if at else None
-        run_on_ranks(partial(trained_until, 50 if at else 30), 2, folder, log, [(1, 0)], state)
+        state = alone[1][15] if at else None
+        run_on_ranks(partial(trained_until, 25 if at else 15), 2, folder, log, [(1, 0)], state)
         counts.append(num_bytes_read(log))
     (log := tmp_path / "whole").mkdir()
-    run_on_ranks(partial(trained_until, 50), 2, folder, log, [(1, 0)])
+    run_on_ranks(partial(trained_until, 25), 2, folder, log, [(1, 0)])
     block = max(map(len, (folder / "0.jsonl").read_bytes().split(b"\n"))) * 3 * 1.1
     assert 0 <= sum(counts) - num_bytes_read(log) <= NUM_SECTIONS * block
 
@@ -265,7 +268,7 @@ def test_the_law_bites_a_position_that_is_not_saved(
     folder: Path, tmp_path: Path, alone: tuple[str, dict[int, dict[str, Any]]]
 ) -> None:
     digest, states = alone
-    lost = dict(states[30])
+    lost = dict(states[15])
     (key,) = [key for key in lost if "iterator" in key]
     lost[key] = {name: {**state, "position": 0, "epoch": 0} for name, state in lost[key].items()}
     assert trained(None, folder, tmp_path, [(1, 0)], lost) != [digest]
@@ -298,8 +301,8 @@ def test_the_law_bites_a_buffer_that_is_not_saved(
         made.finalize()
         return ls.digest(made.get_all_models()["main"]), made.state_dict()
 
-    whole, _ = trained_with(Buffer(), 40, None)
-    _, state = trained_with(buffer := Buffer(), 20, None)
+    whole, _ = trained_with(Buffer(), 20, None)
+    _, state = trained_with(buffer := Buffer(), 10, None)
     # With the buffer the resumed run has the same bits, and without it others.
-    assert trained_with(buffer, 40, state)[0] == whole
-    assert trained_with(Buffer(), 40, state)[0] != whole
+    assert trained_with(buffer, 20, state)[0] == whole
+    assert trained_with(Buffer(), 20, state)[0] != whole

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.cli import main
-from lockstep.verify import WAYS, chosen
+from lockstep.verify import WAYS, chosen, driver
+from tests.support import zygote
 
 SCRIPT = """
 import sys
@@ -31,6 +34,12 @@ trainer.extend(ls.extensions.LogReport(), trigger=(1, "iteration"))
 trainer.extend(ls.extensions.Snapshot(), trigger=(1, "iteration"))
 trainer.run(resume="auto")
 """
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process that forks those of the ways, which saves it the imports."""
+    monkeypatch.setattr(driver, "subprocess", SimpleNamespace(Popen=zygote.Popen, PIPE=subprocess.PIPE))
 
 
 def run_verify(*arguments: str) -> int:
@@ -77,6 +86,7 @@ while True:
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(NOT_TRAINED, encoding="utf-8")
@@ -92,6 +102,7 @@ def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytes
     ]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')", encoding="utf-8")
@@ -155,6 +166,7 @@ while updater.epoch < 4:
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loop_that_saves_snapshots_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +222,7 @@ for batch in batches:
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loop_that_computes_gradients_is_run_by_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

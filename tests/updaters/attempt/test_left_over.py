@@ -13,6 +13,7 @@ from torch.nn import functional
 import lockstep as ls
 from tests.support.ranks import run_on_ranks
 
+
 class WarmUp(nn.Module):
     """Counts its forwards in a plain attribute, and adds a layer once it has been warm for some updates."""
 

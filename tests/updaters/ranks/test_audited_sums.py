@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from lockstep.communicators.sums import audit, bucket, sparse
 from lockstep.communicators.sums.planning import PlanSizes
 from lockstep.communicators.transport.channel import Channel
 from lockstep.updaters.ranks import rank_reduction, rank_sum
+from tests.support.ranks import launch_on_ranks
 from tests.updaters.attempt.test_audit import digest_of, run, updater_of
 
 Call = Callable[..., Any]
@@ -104,31 +104,35 @@ def found_by(updater: ls.ParallelUpdater) -> tuple[Any, ...] | None:
     return None
 
 
+@contextmanager
+def in_slices(**sizes: int) -> Iterator[None]:
+    """Cut audited sums into several slices, each with an owner of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "AUDITED_SIZES", PlanSizes(slice=2048, whole=0, **sizes))
+        yield
+
+
 def work(number: int, num_devices: int, compression: Any = None) -> list[Any]:
     """Damage each kind of thing several times, and return what was to be found and what was found."""
     ls.find_communicator()
     communicator = ls.ProcessCommunicator(compression=compression)
     generator = random.Random(number)  # noqa: S311 - the same on every rank
-    # Several slices, each with an owner of its own.
-    process.AUDITED_SIZES = PlanSizes(slice=2048, direct=sys.maxsize, whole=0)  # type: ignore[misc]
     found = []
-    for _ in range(number):
-        kind, rank, update = generator.choice(KINDS), generator.randrange(communicator.size), generator.randrange(2)
+    for at in range(number):
+        kind, rank, update = KINDS[at % len(KINDS)], generator.randrange(communicator.size), generator.randrange(2)
         once = Once(generator.choice([flip, zero]), generator.randrange(10**6))
         updater = updater_of(num_devices, communicator=communicator, audit_every=1, num_shards=6)
-        run(updater, update)
-        if communicator.rank == rank:
-            with faulty(kind, once):
+        with in_slices(direct=sys.maxsize):
+            run(updater, update)
+            with faulty(kind, once) if communicator.rank == rank else nullcontext():
                 said = found_by(updater)
-        else:
-            said = found_by(updater)
         done = any(communicator.gather_objects(once.done))
         found.append([kind, rank, update, done, said])
     return found
 
 
 def check(number: int, num_ranks: int, num_devices: int = 1, compression: str | None = None) -> None:
-    check_found(ls.launch(partial(work, number, num_devices, compression), num_processes=num_ranks), KINDS)
+    check_found(launch_on_ranks(work, num_ranks, number, num_devices, compression), KINDS)
 
 
 def check_found(every: list[list[Any]], kinds: Sequence[str]) -> None:
@@ -149,22 +153,21 @@ def check_found(every: list[list[Any]], kinds: Sequence[str]) -> None:
 
 
 def test_damage_between_two_ranks_is_found_and_named() -> None:
-    check(25, 2)
+    check(10, 2)
 
 
 def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> None:
-    check(25, 3, 2)
+    check(10, 3, 2)
 
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
 def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
-    check(15, 2, compression=compression)
+    check(10, 2, compression=compression)
 
 
 def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
     """Train while one rank adds wrongly, always alike; return the rank that is named, the update and the message."""
     communicator = ls.find_communicator()
-    process.AUDITED_SIZES = PlanSizes(slice=2048, whole=0)  # type: ignore[misc]
     updater = updater_of(1, communicator=communicator, audit_every=1, num_shards=6)
 
     def added(original: Call, self: Any, segment: Any, target: torch.Tensor) -> None:
@@ -175,7 +178,7 @@ def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
         seals, _ = original(segment, terms, wire)
         return seals, original(segment, [2 * term for term in terms], wire)[1]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with in_slices(), pytest.MonkeyPatch.context() as patch:
         if communicator.rank == wrong:
             patch.setattr(bucket.BucketTransfer, "_sum", wrapped(bucket.BucketTransfer._sum, added))
             patch.setattr(audit, "_added", wrapped(audit._added, added_again))
@@ -183,12 +186,14 @@ def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
             run(updater, 10)
         except ls.FaultError as error:
             return error.rank, updater.iteration, str(error)
+        finally:
+            updater.finalize()
     return None
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_a_rank_that_always_adds_wrongly_is_found_by_the_others(wrong: int) -> None:
-    every = ls.launch(partial(adds_wrongly, wrong), num_processes=3)
+    every = launch_on_ranks(adds_wrongly, 3, wrong)
     assert len(set(every)) == 1
     rank, updates, _ = every[0]
     assert rank == wrong
@@ -197,7 +202,7 @@ def test_a_rank_that_always_adds_wrongly_is_found_by_the_others(wrong: int) -> N
 
 
 def test_two_ranks_that_disagree_on_sums_are_both_named() -> None:
-    every = ls.launch(partial(adds_wrongly, 1), num_processes=2)
+    every = launch_on_ranks(adds_wrongly, 2, 1)
     assert len(set(every)) == 1
     rank, updates, text = every[0]
     assert (rank, updates) == (None, 0)
@@ -216,7 +221,7 @@ def rounded(compression: Any, every: int) -> list[str]:
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
 def test_neither_audits_nor_a_resume_change_a_bit_of_compressed_sums(compression: str) -> None:
-    found = [ls.launch(partial(rounded, compression, every), num_processes=3) for every in (1, 0)]
+    found = [launch_on_ranks(rounded, 3, compression, every) for every in (1, 0)]
     assert len({digest for ranks in found for digests in ranks for digest in digests}) == 1
 
 
@@ -302,7 +307,7 @@ def sparse_work(number: int) -> list[Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_damage_to_sparse_sums_is_found_and_named(num_ranks: int) -> None:
-    check_found(ls.launch(partial(sparse_work, 9), num_processes=num_ranks), SPARSE_KINDS)
+    check_found(launch_on_ranks(sparse_work, num_ranks, 6), SPARSE_KINDS)
 
 
 def of_words(every: int) -> str:
@@ -310,7 +315,7 @@ def of_words(every: int) -> str:
 
 
 def test_audits_change_no_bit_of_sparse_sums() -> None:
-    (found,) = {*ls.launch(partial(of_words, 1), num_processes=3), *ls.launch(partial(of_words, 0), num_processes=2)}
+    (found,) = {*launch_on_ranks(of_words, 3, 1), *launch_on_ranks(of_words, 2, 0)}
     assert found == digest_of(words_of(None, 0))
 
 
@@ -345,7 +350,7 @@ def states(number: int) -> list[Any]:
 
 @pytest.mark.parametrize("number", [4, pytest.param(250, marks=pytest.mark.slow)])
 def test_damaged_states_are_found_when_they_are_next_compared(number: int) -> None:
-    every = ls.launch(partial(states, number), num_processes=2)
+    every = launch_on_ranks(states, 2, number)
     for rank, before, named, update in every[0]:
         assert named == 1, (rank, before)
         assert before <= update <= before + 3
@@ -359,15 +364,15 @@ def repeated() -> tuple[str, list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lockstep").addHandler(handler)
     updater = updater_of(1, communicator=communicator, audit_every=1, on_fault="repeat")
-    if communicator.rank == 1:
-        with faulty("sent term", Once(flip, 7)):
-            return digest_of(updater), said
-    return digest_of(updater), said
+    with faulty("sent term", Once(flip, 7)) if communicator.rank == 1 else nullcontext():
+        digest = digest_of(updater)
+    logging.getLogger("lockstep").removeHandler(handler)
+    return digest, said
 
 
 def test_an_update_is_repeated_on_all_ranks() -> None:
     alone = digest_of(updater_of(1, audit_every=0))
-    for digest, said in ls.launch(repeated, num_processes=2):
+    for digest, said in launch_on_ranks(repeated, 2):
         assert digest == alone
         assert sum("rank 1" in each and "The update is repeated." in each for each in said) == 1
 
@@ -375,14 +380,14 @@ def test_an_update_is_repeated_on_all_ranks() -> None:
 def quiet() -> int:
     """Train through clean audits."""
     updater = updater_of(1, communicator=ls.find_communicator(), audit_every=1)
-    for _ in range(200):
+    for _ in range(50):
         assert updater.update().applied
     updater.finalize()
     return updater.iteration
 
 
 def test_clean_sums_raise_no_alarm() -> None:
-    assert ls.launch(quiet, num_processes=3) == [200] * 3
+    assert launch_on_ranks(quiet, 3) == [50] * 3
 
 
 def damaged_message() -> int | None:
@@ -403,4 +408,4 @@ def changed(original: Call, self: Any, rank: int, message: bytes) -> None:
 
 
 def test_a_damaged_message_is_found() -> None:
-    assert ls.launch(damaged_message, num_processes=2) == [1, 1]
+    assert launch_on_ranks(damaged_message, 2) == [1, 1]

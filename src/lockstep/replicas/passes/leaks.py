@@ -75,15 +75,24 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
     Raises:
         ValueError: If there is such a tensor.
     """
+    if not _existing(found):
+        return
+    given = {id(each) for each in _reachable(known, (type, ModuleType, FunctionType))}
+    owners = {
+        id(parameter): (name, module)
+        for module in _reachable(user, (type, ModuleType))
+        # By its type, as `isinstance` would run code of proxies.
+        if issubclass(type(module), nn.Module) and isinstance(module, nn.Module)
+        for name, parameter in vars(module)["_parameters"].items()
+    }
     # Some tensors are part of a cycle, such as those with a hook that uses them; they are among the youngest objects.
     # A collection of all objects takes long in a large program, so it comes only before the error.
     for generation in (0, 1, 2):
-        if not _trained(_existing(found), user, known):
+        if not _trained(found, given, owners):
             return
         gc.collect(generation)
-    leaves = _existing(found)
-    for leaf, name, owner in _trained(leaves, user, known):
-        for each in leaves:
+    for leaf, name, owner in _trained(found, given, owners):
+        for each in _existing(found):
             each.grad = None
         what = f"a tensor of shape {tuple(leaf.shape)}" if owner is None else f"{name!r} of a {type(owner).__name__}"
         raise ValueError(
@@ -95,26 +104,16 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
 
 
 def _trained(
-    leaves: Collection[torch.Tensor], user: object, known: object
+    leaves: Iterable[ref[torch.Tensor]], given: Collection[int], owners: Mapping[int, tuple[str, nn.Module]]
 ) -> list[tuple[torch.Tensor, str, nn.Module | None]]:
     """List the tensors that are neither known nor of a module in evaluation mode, each with its name and module.
 
     Args:
         leaves: The tensors.
-        user: What refers to the modules.
-        known: Tensors to leave out, in any containers.
+        given: The ``id`` of the tensors to leave out.
+        owners: The name and the module of parameters, by their ``id``.
     """
-    if not leaves:
-        return []
-    given = {id(each) for each in _reachable(known, (type, ModuleType, FunctionType))}
-    owners = {
-        id(parameter): (name, module)
-        for module in _reachable(user, (type, ModuleType))
-        # By its type, as `isinstance` would run code of proxies.
-        if issubclass(type(module), nn.Module) and isinstance(module, nn.Module)
-        for name, parameter in vars(module)["_parameters"].items()
-    }
-    found = [(leaf, *owners.get(id(leaf), ("", None))) for leaf in leaves if id(leaf) not in given]
+    found = [(leaf, *owners.get(id(leaf), ("", None))) for leaf in _existing(leaves) if id(leaf) not in given]
     return [(leaf, name, owner) for leaf, name, owner in found if owner is None or owner.training]
 
 

@@ -467,11 +467,11 @@ def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Mod
     Raises:
         ValueError: If a function reads such an attribute by its name.
     """
-    functions = [("loss_fn", each) for each, _ in _called(loss_fn)]
-    for before in map(attributes, model.modules()):
-        functions += [("model", each) for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
     changed = {(id(module), name) for _, module, name in changed_attributes(model, replica)}
-    for argument, function in functions if changed else ():
+    functions = [("loss_fn", each) for each, _ in _called(loss_fn)] if changed else []
+    for before in map(attributes, model.modules() if changed else ()):
+        functions += [("model", each) for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
+    for argument, function in functions:
         for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
             if (id(holder), name) in changed:
                 raise ValueError(
@@ -488,13 +488,11 @@ def changed_attributes(model: nn.Module, replica: nn.Module) -> list[tuple[str, 
         model: The model as it was.
         replica: A copy of it that has computed shards.
     """
-    pairs = zip(model.named_modules(), replica.modules(), strict=False)
-    return [
-        (path, module, name)
-        for (path, module), copied in pairs
-        for name, value in attributes(copied).items()
-        if _is_set(attributes(module).get(name), value)
-    ]
+    found = []
+    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
+        before, after = attributes(module), attributes(copied)
+        found += [(path, module, name) for name, value in after.items() if _is_set(before.get(name), value)]
+    return found
 
 
 def _is_set(before: Any, after: Any) -> bool:
