@@ -315,6 +315,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wraps", [False, True])
 def test_workers_load_from_a_dataset_that_has_changed(change: Any, wraps: bool) -> None:

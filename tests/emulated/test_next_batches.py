@@ -100,13 +100,13 @@ def batches_of(kind: str) -> Any:
 
 # The start of an epoch of a DataLoader is never read early, and has every third batch here.
 FROM_LOADERS = [index % 3 != 0 for index in range(NUM_UPDATES)]
-SOURCES: list[tuple[str, bool | str, list[bool]]] = [
+SOURCES: list[Any] = [
     ("BatchIterator with workers", "auto", COPIED),
-    ("BatchIterator with workers", False, []),
+    pytest.param("BatchIterator with workers", False, [], marks=pytest.mark.slow),
     ("BatchIterator", "auto", [False] * NUM_UPDATES),
     ("BatchIterator", True, COPIED),
     ("DataLoader with workers", "auto", FROM_LOADERS),
-    ("samples of a DataLoader with workers", "auto", FROM_LOADERS),
+    pytest.param("samples of a DataLoader with workers", "auto", FROM_LOADERS, marks=pytest.mark.slow),
     ("DataLoader", "auto", [False] * NUM_UPDATES),
     ("DataLoader", True, FROM_LOADERS),
     ("list", "auto", [False] * NUM_UPDATES),
@@ -211,7 +211,9 @@ def test_other_workloads_between_updates_use_no_stale_cut() -> None:
 
 
 @on_emulated_devices
-@pytest.mark.parametrize("kind", ["BatchIterator with workers", "DataLoader with workers"])
+@pytest.mark.parametrize(
+    "kind", ["BatchIterator with workers", pytest.param("DataLoader with workers", marks=pytest.mark.slow)]
+)
 def test_a_state_counts_the_batches_of_updates_and_none_that_were_copied(kind: str) -> None:
     whole = updater_of(batches_of(kind))
     with finalized(whole):
@@ -233,6 +235,7 @@ def test_a_state_counts_the_batches_of_updates_and_none_that_were_copied(kind: s
 
 
 @on_emulated_devices
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["BatchIterator", "DataLoader", "shuffled DataLoader"])
 @pytest.mark.parametrize("devices", [ONE_CPU, DEVICES])
 def test_a_batch_that_cannot_be_loaded_raises_in_the_update_that_uses_it(kind: str, devices: tuple[str, ...]) -> None:

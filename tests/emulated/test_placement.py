@@ -103,6 +103,7 @@ def trained_by_module(work: Workload, devices: tuple[str, ...], optimizer: str, 
 
 
 @on_emulated_devices
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("work", "optimizer", "precision"),
     # torch's fused SGD gives other bits from run to run for bfloat16 parameters on CPUs, whose kernel this is.

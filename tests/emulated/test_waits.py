@@ -35,6 +35,7 @@ def waits_of(work: Workload, devices: tuple[str, ...], **options: Any) -> Counte
 
 
 @on_emulated_devices
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", [MLP, TRANSFORMER], ids=repr)
 @pytest.mark.parametrize("devices", PLACES, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])

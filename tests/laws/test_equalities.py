@@ -110,6 +110,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_power_of_two_loss_scales_change_no_bit(work: Workload, dtype: torch.dtype) -> None:

@@ -95,6 +95,7 @@ def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]]) -> 
             assert len(split) == devices
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("devices", [2, 5])
 def test_splits_over_devices_give_the_gradient_of_the_whole(devices: int, loss: str) -> None:
@@ -118,6 +119,7 @@ def test_fewer_samples_than_devices_leave_some_idle(devices: int, loss: str) -> 
             check(updater, loss, num_samples)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_shards", [1, 3, 13, 40])
 def test_any_number_of_shards_gives_the_gradient_of_the_whole(num_shards: int, loss: str) -> None:

@@ -216,6 +216,7 @@ def overflowing(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torc
     return nn.functional.cross_entropy(output, target)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", [MLP, CONVNET, TRANSFORMER], ids=repr)
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_retrying_is_to_have_begun_at_the_lower_scale(work: Workload, num_devices: int) -> None:

@@ -58,6 +58,7 @@ def found(out: Path) -> list[tuple[int, int]]:
     return [(each.update, each.ranks) for each in list_snapshots(out)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("keep", [1, 9])
 def test_a_flipped_bit_does_not_come_back(tmp_path: Path, rank: int, keep: int) -> None:

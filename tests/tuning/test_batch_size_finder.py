@@ -60,6 +60,7 @@ def test_bisection_finds_the_largest_multiple_of_the_shards(most: int) -> None:
     assert careful.suggestion == 3 * most // 4 * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 @pytest.mark.parametrize(
     ("limits", "last", "limited_by"),

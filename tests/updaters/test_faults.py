@@ -60,6 +60,7 @@ class Trap:
             self.action()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_exception_in_a_shard_leaves_the_last_update(where: str, place: int) -> None:
@@ -107,6 +108,7 @@ def test_an_interrupt_in_a_shard_applies_nothing_or_all(where: str, devices: int
     assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(interrupt, where=where))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", [CONVNET, WIDE], ids=repr)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_interrupt_while_the_weights_move_waits_for_the_end(work: Any, devices: int) -> None:
@@ -194,6 +196,7 @@ def test_a_hook_that_returns_something_else_is_refused_before_anything_has_moved
 
 
 @pytest.mark.usefixtures("patiently")
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "place"), [(1, 0), (2, 0), (2, 1)])
 def test_a_device_that_hangs_is_named_and_leaves_the_last_update(devices: int, place: int, where: str) -> None:

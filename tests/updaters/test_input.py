@@ -169,6 +169,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("case", BAD_LOSSES)
 def test_a_loss_that_cannot_be_used_is_refused_and_good_ones_go_on(case: str, devices: int) -> None:

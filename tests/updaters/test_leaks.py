@@ -295,6 +295,7 @@ def scaled(model: nn.Module, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return (model(x) * v).square().mean()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_is_trained_beside_the_model_is_refused_by_name(case: str, devices: int) -> None:
@@ -342,6 +343,7 @@ def of_an_extractor() -> Any:
     return lambda model, x: model(extractor(x)).square().mean()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("loss_fn", [of_gradients, of_inputs, of_an_extractor()])
 def test_leaves_that_nobody_trains_are_left_alone(loss_fn: Any, devices: int) -> None:

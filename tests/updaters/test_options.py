@@ -311,6 +311,7 @@ LATE = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("action", [fail, interrupt])
 @pytest.mark.parametrize("where", LATE)
 def test_what_comes_after_the_weights_moved_waits_for_the_end(where: str, action: Callable[[], None]) -> None:

@@ -125,6 +125,7 @@ def by_the_default_generators_state(shape: torch.Size) -> torch.Tensor:
 PAST_THE_STREAM = {"thread": in_a_thread_of_its_own, "state": by_the_default_generators_state}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", PAST_THE_STREAM)
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_what_draws_past_the_stream_is_noticed_and_made_good(way: str, devices: int) -> None:

@@ -102,6 +102,7 @@ def test_it_is_the_loop_with_masters(precision: str, optimizer: str) -> None:
         assert ls.digest(updater.get_all_models()["main"]) == ls.digest(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_save_and_a_load_elsewhere_change_no_bit(precision: str, optimizer: str) -> None:

@@ -229,6 +229,7 @@ def test_the_double_shares_no_memory(own_memory: Callable[[], None]) -> None:
         assert copied.weight.data_ptr() != model.weight.data_ptr()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["fused", "adamw", "corrected"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 def test_an_updater_that_steps_trains_the_same_weights(

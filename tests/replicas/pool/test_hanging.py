@@ -60,6 +60,7 @@ def gradients(module: nn.Module, step: Callable[[torch.Tensor], None], x: torch.
 
 
 @pytest.mark.usefixtures("patiently")
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [grouped, parallel])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "shard"), [(1, 0), (1, 3), (2, 0), (2, 3)])

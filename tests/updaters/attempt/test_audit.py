@@ -105,6 +105,7 @@ def clean() -> str:
     return digest_of(updater_of(1, audit_every=0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("every", [None, 1, 3])
 def test_audits_change_no_bit(clean: str, num_devices: int, every: int | None) -> None:

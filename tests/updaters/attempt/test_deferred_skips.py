@@ -75,6 +75,7 @@ def updater_of(
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("optimizer", TAKING_FLAGS)
 def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
@@ -87,6 +88,7 @@ def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
     assert {nonfinite for applied, _, _, nonfinite, _ in ours["results"] if not applied} == {"0.weight"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("optimizer", TAKING_FLAGS)
 def test_nothing_is_read(optimizer: str, scale: str) -> None:

@@ -297,6 +297,7 @@ CRITERION = Scratch()
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.each_value
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(
     ("model", "loss_fn"),

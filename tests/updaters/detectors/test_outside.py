@@ -184,6 +184,7 @@ def test_the_result_depends_on_the_placement(name: str) -> None:
     assert train(MLP, loss_fn=make(), **RUN) != train(MLP, Placement(4, (1, 2, 3, 4)), loss_fn=make(), **RUN)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", CHANGING)
 def test_it_is_warned_of_once_by_name(name: str, num_devices: int) -> None:
@@ -431,6 +432,7 @@ HARMLESS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", [Placement(1), TWO])
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_changes_no_result_is_not_warned_of(name: str, placement: Placement) -> None:

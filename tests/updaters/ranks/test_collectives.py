@@ -60,6 +60,7 @@ def error_of(communicator: ls.Communicator, where: str, way: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("where", "who"),

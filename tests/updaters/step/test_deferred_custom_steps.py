@@ -77,6 +77,7 @@ def updater_of(
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_is_what_skipping_on_the_host_is(order: str, scale: Any) -> None:
@@ -88,6 +89,7 @@ def test_it_is_what_skipping_on_the_host_is(order: str, scale: Any) -> None:
     assert ours["applied"] == [update != 4 for update in range(NUM_UPDATES)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true", "fp16-true"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_same_in_half_precision(order: str, precision: str) -> None:

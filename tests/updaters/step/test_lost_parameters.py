@@ -65,6 +65,7 @@ def trained(change: Change, kind: Any, clip: float | None, num_devices: int) -> 
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize(
     ("change", "kind", "clip"),

@@ -86,6 +86,7 @@ NO_MEANS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("case", NO_MEANS)
 def test_what_is_no_mean_is_warned_of_once(case: str, num_devices: int) -> None:
@@ -183,6 +184,7 @@ MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, An
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("case", MEANS)
 def test_a_mean_raises_no_alarm(case: str, num_devices: int) -> None:
