@@ -444,25 +444,22 @@ def test_the_number_of_items_in_the_batch_does_not_divide_a_mean_over_tokens(num
 
 
 @pytest.mark.parametrize(("name", "warns"), [("num_items_in_batch", True), ("temperature", False)])
-def test_a_count_in_a_batch_that_may_divide_a_loss_is_named(name: str, warns: bool) -> None:
-    batch = {"x": X, "labels": LABELS, name: 9 if warns else 0.5}
-    for batch_dim in (0, {name: None}):
-        updater = ls.ParallelUpdater(
-            ls.IterableBatches([batch, batch]),
-            torch.optim.SGD((model := Dividing()).parameters(), lr=0.1),
-            model,
-            devices=["cpu"] * 2,
-            num_shards=4,
-            loss_fn=lambda replica, x, labels, **_: replica(x, labels)["loss"],
-            batch_dim=batch_dim,
-        )
-        with finalized(updater), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            updater.update()
-            updater.update()
-        found = [str(each.message) for each in caught if "which every shard gets whole" in str(each.message)]
-        assert len(found) == (1 if warns and batch_dim == 0 else 0), caught
-        assert all("batch_dim={'num_items_in_batch': None}" in each for each in found)
+def test_a_count_in_a_batch_that_divides_a_loss_is_noticed(name: str, warns: bool) -> None:
+    batch = {"x": X, "labels": LABELS % 3, name: 9}
+    updater = ls.ParallelUpdater(
+        ls.IterableBatches([batch]),
+        torch.optim.SGD((model := Dividing()).parameters(), lr=0.1),
+        model,
+        devices=["cpu"] * 2,
+        num_shards=4,
+        loss_fn=lambda replica, x, labels, temperature=1, **counts: (
+            replica(x, labels, *counts.values())["loss"] / temperature
+        ),
+    )
+    with finalized(updater), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updater.update()
+    assert ["must return the mean over the samples" in str(each.message) for each in caught] == [True] * warns
 
 
 def test_a_number_in_a_batch_is_refused_with_the_cure() -> None:

@@ -76,11 +76,12 @@ from lockstep.replicas.pool.devices import (
 )
 from lockstep.replicas.pool.interrupts import DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.probes import (
-    Constants as Constants,
+    Draws as Draws,
     FreshMemory as FreshMemory,
     Turns as Turns,
     fill as fill,
     has_compiled as has_compiled,
+    rows_of as rows_of,
     uncompiled as uncompiled,
 )
 from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, fork_error as fork_error

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning
 from lockstep.nest import attributes, listed
+from lockstep.streams import restored_generators
 from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup.names import NamedLoss
 
@@ -329,10 +330,11 @@ def warn_of_steps(functions: Iterable[object]) -> None:
             continue
         before, found = generator_states([optimizer]), list[list[int]]()
         # It may hold what cannot be copied, or need more than its parameters and their gradients.
-        with suppress(Exception):
-            found = [_stepped(optimizer), _stepped(optimizer)]
-        # Of generators that have moved another warning tells.
-        if len(found) == 0 or found[0] == found[1] or generator_states([optimizer]) != before:
+        with suppress(Exception), restored_generators():
+            steps = [_stepped(optimizer), _stepped(optimizer)]
+            # Of generators that have moved another warning tells.
+            found = steps if generator_states([optimizer]) == before else []
+        if not found or found[0] == found[1]:
             continue
         warnings.warn(
             f"The step of {type(optimizer).__name__} has another result when it is made twice from the same weights, "

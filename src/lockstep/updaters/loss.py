@@ -227,7 +227,7 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
 
     Raises:
         TypeError: If the criterion is not callable.
-        ValueError: If the criterion's reduction is ``"none"``.
+        ValueError: If the reduction of a criterion of torch is ``"none"``.
 
     Example:
         >>> loss_fn = supervised(nn.functional.mse_loss)
@@ -294,7 +294,10 @@ def is_summed(loss_fn: LossFunction) -> bool:
     older = keywords.get("size_average"), keywords.get("reduce")
     if older != (None, None):
         reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
-    if reduction == "none":
+    called = criterion.func if isinstance(criterion, partial) else criterion
+    called = type(called).forward if isinstance(called, nn.Module) else called
+    # A criterion with a forward of its own may reduce there what a base leaves.
+    if reduction == "none" and getattr(called, "__module__", "").startswith("torch."):
         raise ValueError(
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."

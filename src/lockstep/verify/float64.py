@@ -1,4 +1,4 @@
-"""Compute in float64 and without chance, so that two gradients of the same samples differ by their meaning only."""
+"""Compute in float64 and with equal draws, so that two gradients of the same samples differ by their meaning only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from lockstep.replicas import Constants, uncompiled
+from lockstep.replicas import Draws, uncompiled
 from lockstep.verify.modes import users_line
 
 NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -60,12 +60,16 @@ class InFloat64(TorchFunctionMode):
 
 
 @contextmanager
-def in_float64() -> Iterator[InFloat64]:
-    """Compute in float64 and replace what is drawn by constants; yield the mode, which knows which lines pair rows."""
+def in_float64(draws: Draws) -> Iterator[InFloat64]:
+    """Compute in float64 and with the same draws; yield the mode, which knows which lines pair rows.
+
+    Args:
+        draws: Is told which samples are computed.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.enable_grad(), uncompiled(), Constants(), InFloat64() as mode:
+        with torch.enable_grad(), uncompiled(), draws, InFloat64() as mode:
             yield mode
     finally:
         torch.set_default_dtype(before)

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments, map_tensors, tensors
 from lockstep.plan import Shard
+from lockstep.replicas import Draws, rows_of
 from lockstep.streams import seed_python_and_numpy
 from lockstep.updaters import LossFunction, check_loss, is_summed, loss_weight
 from lockstep.verify.causes import Cause
@@ -83,9 +84,9 @@ def compare_attempt(engine: Any, attempt: Any) -> GradientFinding | None:
             is_summed(request.loss_fn),
             [name for name, each in named.items() if request.wanted is None or id(each) in request.wanted],
         )
-        with in_float64() as mode:
+        with in_float64(comparison.draws) as mode:
             return comparison.run(mode.paired)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
         return GradientFinding("skipped", f"It could not be computed in float64: {type(error).__name__}: {error}")
 
 
@@ -108,7 +109,7 @@ class Part:
             return given
 
         def rows(own: torch.Tensor) -> torch.Tensor:
-            found = _rows(next(held), own, shard.samples, size)
+            found = rows_of(next(held), own, shard.samples, size)
             return own if found is None else found
 
         return map_tensors(rows, given)
@@ -136,6 +137,7 @@ class Comparison:
     summed: bool
     names: Sequence[str]
     buffers: list[torch.Tensor] = field(init=False)
+    draws: Draws = field(init=False, default_factory=Draws)
 
     def run(self, paired: Sequence[str]) -> GradientFinding:
         """Compare the gradient of the batch with that of its shards.
@@ -175,6 +177,7 @@ class Comparison:
                 buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
         seed_python_and_numpy(0)  # so that each part draws the same from them
+        self.draws.start(samples)
         given, carried = map_tensors(lambda each: widened(each).clone(), (part.given, self.carried(samples)))
         args, kwargs = call_arguments(given)
         with collecting(Observers({"": self.model}), len(samples)):
@@ -218,7 +221,8 @@ class Comparison:
         """Return whether a tensor of the batch has the rows of the shards' tensors, or is their mean."""
         size = len(self.whole.shard.samples)
         pairs = [
-            (_rows(whole, part, each.shard.samples, size), part) for part, each in zip(parts, self.shards, strict=True)
+            (rows_of(whole, part, each.shard.samples, size), part)
+            for part, each in zip(parts, self.shards, strict=True)
         ]
         if all(part.shape == whole.shape for part in parts):
             pairs = [(whole, _sum(parts, shares))]
@@ -237,26 +241,6 @@ def _use_running_statistics(module: Any) -> None:
     module.eval()
     if module.running_mean is None:
         module.running_mean, module.running_var = torch.zeros(module.num_features), torch.ones(module.num_features)
-
-
-def _rows(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) -> torch.Tensor | None:
-    """Return the rows of some samples in a tensor of the batch; None if the tensor of a shard does not tell them.
-
-    Args:
-        whole: A tensor of the whole batch, with k rows per sample along one dimension.
-        part: The tensor of a shard, with the same k.
-        samples: The samples of the shard.
-        size: The number of samples in the batch.
-
-    >>> _rows(torch.arange(8).view(1, 8), torch.zeros(1, 4), range(2, 4), 4)
-    tensor([[4, 5, 6, 7]])
-    """
-    dims = [dim for dim, length in enumerate(whole.shape) if part.dim() == whole.dim() and length != part.size(dim)]
-    if len(dims) != 1 or whole.size(dims[0]) % size or whole.size(dims[0]) // size * len(samples) != part.size(dims[0]):
-        return None
-    each = whole.size(dims[0]) // size
-    index = torch.tensor([sample * each + row for sample in samples for row in range(each)], device=whole.device)
-    return whole.index_select(dims[0], index)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from tests.support.runs import finalized
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(24) % 3
 WEIGHTS = torch.rand(24, generator=torch.Generator().manual_seed(2)) + 0.1
-SHOWN = "samples, of which parts have"
+SHOWN = "for some samples"
 
 
 def linear() -> nn.Module:
@@ -70,6 +71,10 @@ def each_loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(net(x), y, reduction="none")
 
 
+def balanced(*terms: torch.Tensor) -> torch.Tensor:
+    return sum((each / each.detach() for each in terms), torch.zeros(()))
+
+
 NO_MEANS: dict[str, Callable[..., Any]] = {
     "a sum with a factor": lambda net, x, y, _: -1.5 * -each_loss(net, x, y).sum(),
     "by a constant size": lambda net, x, y, _: each_loss(net, x, y).sum() / 32,
@@ -82,6 +87,9 @@ NO_MEANS: dict[str, Callable[..., Any]] = {
     "a loop": lambda net, x, y, _: sum(each_loss(net, x, y)),
     "dice": lambda net, x, _, w: 1 - 2 * (net(x).sigmoid()[:, 0] * w).sum() / (net(x).sigmoid()[:, 0] + w).sum(),
     "pairs": lambda net, x, _, __: functional.cross_entropy(net(x) @ net(x).T, torch.arange(len(x))),
+    # Some parts have no positives, and the mean of nothing is NaN.
+    "rare positives": lambda net, x, y, _: each_loss(net, x, y).mean() + net(x)[y == 0].square().mean(),
+    "the value alone is a mean": lambda net, x, y, _: balanced(each_loss(net, x, y).mean(), net(x).square().mean()),
     "another weight": lambda net, x, y, w: ls.Loss((each_loss(net, x, y) * w).sum() / w.sum(), weight=w.square().sum()),
 }
 
@@ -147,6 +155,51 @@ def in_half(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -
         return functional.cross_entropy(net(x), y) - 0.9 * functional.cross_entropy(net(1.1 * x), y)
 
 
+def until(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Draw until something has happened: a depth, a span, a pair of numbers, a direction."""
+    depth, at, pair = 1, 0, torch.zeros(2)
+    while torch.rand(()) < 0.7:
+        depth += 1
+    while at < 8:
+        at += int(torch.randint(1, 5, ()))
+    while pair[0] == pair[1]:
+        pair = torch.randint(3, (2,))
+    while not torch.bernoulli(torch.tensor(0.5)):
+        depth += 1
+    found = torch.randn(4)
+    while (found / found.norm() - 0.5 * found).norm() > 1e-3:
+        found = found / found.norm() + 0.5 * (found - found / found.norm())
+        found = 2 * found / found.norm()
+    return functional.cross_entropy(net(x + found / depth), y)
+
+
+def deranged(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    order = torch.randperm(len(x))
+    while (order == torch.arange(len(x))).any():
+        order = torch.randperm(len(x))
+    return functional.cross_entropy(net(x) + 0.1 * net(x[order]), y)
+
+
+def of_distributions(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    shares = torch.distributions.Beta(0.4, 0.4).sample((len(x), 1))
+    made = torch.distributions.Gamma(net(x * shares).exp(), torch.ones(3)).rsample()
+    weights = torch.distributions.Dirichlet(torch.ones(3)).sample((len(x),))
+    hard = functional.gumbel_softmax(net(x))
+    return functional.cross_entropy(net(x), y) + ((made + hard) * weights).mean()
+
+
+def activated() -> nn.Module:
+    layers = [nn.Linear(4, 6), nn.RReLU(), nn.AlphaDropout(0.3), nn.Linear(6, 6), nn.Dropout(1.0), nn.Linear(6, 3)]
+    return nn.Sequential(*layers)
+
+
+def exiting(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    loss = each_loss(net, x, y).mean() + net(x)[y == 0].square().mean()
+    if not loss.isfinite():
+        sys.exit(1)
+    return loss
+
+
 def refusing(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     if len(x) != 8:
         raise RuntimeError("another number of samples")
@@ -177,6 +230,16 @@ MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, An
     "strided": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {"split": "strided"}),
     "several batches": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {"accumulate": 2}),
     "one sample per shard": (lambda net, x, y, _: each_loss(net, x, y).sum(), linear, {"num_shards": 24}),
+    "draws until": (until, linear, {}),
+    "deranged": (deranged, linear, {}),
+    "distributions": (of_distributions, linear, {}),
+    "activations that draw": (lambda net, x, y, _: each_loss(net, x, y).mean(), activated, {}),
+    "ends at NaN": (exiting, linear, {}),
+    "without running statistics": (
+        lambda net, x, y, _: each_loss(net, x, y).mean(),
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)),
+        {},
+    ),
     "not for parts": (refusing, linear, {}),
     "changed in place": (lambda net, x, y, _: each_loss(net, x.mul_(2), y).mean(), linear, {}),
     "summed on purpose": (lambda net, x, y, _: each_loss(net, x, y).sum(), linear, {"reduction": "sum"}),
@@ -226,7 +289,7 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
-        ls.report({"size": len(x)}, self)
+        ls.report({"mean": x.mean()}, self)
         out: torch.Tensor = self.layer(x)
         return out
 
@@ -256,3 +319,36 @@ def _on_rank(communicator: ls.ProcessCommunicator, case: str) -> list[int]:
 def test_one_of_several_ranks_warns() -> None:
     found = run_on_ranks(_on_rank, 2, "weights of samples")
     assert sorted(found) == [[], [0]]
+
+
+REPORTED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "number of correct ones": (lambda out, y, _: {"right": (out.argmax(1) == y).sum()}, True),
+    "maximum": (lambda out, _, __: {"largest": out.max()}, True),
+    "perplexity": (lambda out, y, _: {"perplexity": functional.cross_entropy(9 * out, y).exp()}, True),
+    "accuracy": (lambda out, y, _: {"accuracy": (out.argmax(1) == y).float().mean()}, False),
+    "a constant": (lambda *_: {"rate": 0.1, "size": 3}, False),
+    "a time": (lambda *_: {"time": random.random()}, False),  # noqa: S311 - another one each time
+    "NaN": (lambda *_: {"nan": float("nan")}, False),
+}
+
+
+@pytest.mark.parametrize("by_metrics", [False, True])
+@pytest.mark.parametrize("case", REPORTED)
+def test_a_reported_value_that_is_no_mean_is_named(case: str, *, by_metrics: bool) -> None:
+    values_of, warns = REPORTED[case]
+
+    def loss_fn(net: nn.Module, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
+        out = net(x)
+        values, loss = values_of(out.detach(), y, w), functional.cross_entropy(out, y)
+        if by_metrics:
+            return ls.Loss(loss, metrics={name: (value * len(x), len(x)) for name, value in values.items()})
+        ls.report(values)
+        return loss
+
+    updater = updater_of(loss_fn)
+    with finalized(updater), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        updater.update()
+    found = [str(each.message) for each in said if "is no mean over samples" in str(each.message)]
+    assert len(found) == warns
+    assert all("The reported value 'right' is " in each for each in found if case == "number of correct ones")

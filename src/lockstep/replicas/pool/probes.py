@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import nan
 from typing import Any, Final
@@ -63,15 +63,14 @@ def fill(tensor: torch.Tensor, value: float) -> None:
         tensor.fill_(0 if value == 0 else torch.iinfo(tensor.dtype).max)
 
 
-DRAWS: Final = (
-    *("bernoulli", "rand", "uniform", "normal", "exponential", "geometric", "cauchy", "log_normal", "multinomial"),
-    *("poisson", "binomial"),
-)
-"""Beginnings of the names of operators that draw. `native_dropout` has a value of its own."""
+MOST_PERMUTATIONS: Final = 1000
+"""The number of permutations at most, of which code may draw others until one moves something."""
 
 
-class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
-    """Replaces what operators draw by constants: dropout keeps every value, and a permutation moves nothing.
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
+    """Records what operators draw for all samples, and gives parts of the samples the same numbers.
+
+    A permutation moves nothing, because that of a part would be another one.
 
     Attributes:
         in_half: Whether an operator has computed in half precision.
@@ -80,25 +79,80 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.in_half = False
+        self._drawn: list[tuple[str, torch.Tensor]] = []
+        self._given: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._samples, self._size = range(0), 0
+        self._permutations = 0
+
+    def start(self, samples: range) -> None:
+        """Begin to compute some samples.
+
+        Args:
+            samples: Their indices. The first call is that for all samples, whose numbers are recorded.
+        """
+        self._given = iter(self._drawn) if self._size else None
+        self._samples, self._size, self._permutations = samples, self._size or len(samples), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, and overwrite what it has drawn."""
-        name = func.overloadpacket.__name__
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        made = func(*args, **(kwargs or {}))
-        if not isinstance(made, torch.Tensor):
+        """Call an operator, and overwrite what it has drawn.
+
+        Raises:
+            RuntimeError: If it is not known what a part of the samples draws.
+        """
+        name, given = func.overloadpacket.__name__, kwargs or {}
+        made = func(*args, **given)
+        is_tensor = isinstance(made, torch.Tensor)
+        self.in_half |= is_tensor and made.dtype in HALF_PRECISION
+        if torch.Tag.nondeterministic_seeded not in func.tags or (is_tensor and made.is_meta):
             return made
-        self.in_half |= made.dtype in HALF_PRECISION
-        if not name.startswith(DRAWS) or made.is_meta:
+        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}  # noqa: SLF001 - no public way
+        if name == "native_dropout" and given.get("train") is not False:
+            mask, chance = self._shared(name, made[1]), given["p"]
+            return args[0] * mask * (1 / (1 - chance) if chance < 1 else 0.0), mask
+        if is_tensor and name == "randperm":
+            self._permutations += 1
+            if self._permutations <= MOST_PERMUTATIONS:
+                return made.copy_(torch.arange(len(made)))
+        elif is_tensor and not name.startswith("rrelu"):
+            return made.copy_(self._shared(name, made))
+        elif not any(map(given.get, ("dropout_p", "dropout", "training"))):
+            # A kernel that could draw, such as that of attention.
             return made
-        if name in {"randperm", "bernoulli"}:
-            return made.copy_(torch.arange(len(made)) if name == "randperm" else args[0])
-        if name.startswith("bernoulli"):
-            # Dropout divides by this probability.
-            chance = args[1] if len(args) > 1 else 0.5
-            return made.copy_(chance) if isinstance(chance, torch.Tensor) else made.fill_(chance)
-        return made.fill_(0.5 if made.is_floating_point() and not name.startswith(("normal", "randn")) else 0)
+        raise RuntimeError(OTHER_DRAWS)
+
+    def _shared(self, name: str, made: torch.Tensor) -> torch.Tensor:
+        """Return what the samples get of what an operator has drawn for all of them."""
+        if self._given is None:
+            self._drawn.append((name, made.clone()))
+            return made
+        drawn, whole = next(self._given, ("", made))
+        rows = whole if whole.shape == made.shape else rows_of(whole, made, self._samples, self._size)
+        if drawn != name or rows is None:
+            raise RuntimeError(OTHER_DRAWS)
+        return rows
+
+
+OTHER_DRAWS: Final = "What is drawn for some of the samples cannot be told from what is drawn for all."
+
+
+def rows_of(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) -> torch.Tensor | None:
+    """Return the rows of some samples in a tensor of all of them; None if the tensor of the part does not tell them.
+
+    Args:
+        whole: A tensor of all samples, with k rows per sample along one dimension.
+        part: The tensor of the part, with the same k.
+        samples: The samples of the part.
+        size: The number of all samples.
+
+    >>> rows_of(torch.arange(8).view(1, 8), torch.zeros(1, 4), range(2, 4), 4)
+    tensor([[4, 5, 6, 7]])
+    """
+    dims = [dim for dim, length in enumerate(whole.shape) if part.dim() == whole.dim() and length != part.size(dim)]
+    if len(dims) != 1 or whole.size(dims[0]) % size or whole.size(dims[0]) // size * len(samples) != part.size(dims[0]):
+        return None
+    each = whole.size(dims[0]) // size
+    index = torch.tensor([sample * each + row for sample in samples for row in range(each)], device=whole.device)
+    return whole.index_select(dims[0], index)
 
 
 def has_compiled() -> bool:

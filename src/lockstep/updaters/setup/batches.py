@@ -144,8 +144,7 @@ class ListRule:
     """Decides which lists, tuples and arrays beside the tensors of a batch have one entry per sample.
 
     Those that `batch_dim` names are cut, or given whole for None. Any other must have as many entries as there are
-    samples in every batch to be cut: what had another number once is given whole from then on. A number is given whole,
-    and a warning names a whole number that may count something in the batch, unless `batch_dim` names it.
+    samples in every batch to be cut: what had another number once is given whole from then on. A number is given whole.
 
     Args:
         batch_dim: The dimensions that count samples.
@@ -154,7 +153,6 @@ class ListRule:
     def __init__(self, batch_dim: BatchDim) -> None:
         self._dims = dims_by_name(_by_name(batch_dim)) if isinstance(batch_dim, Mapping) else {}
         self._whole: set[str] = set()
-        self._warned: set[str] = set()
         self._has_warned_of_list = False
         self._cut: dict[str, tuple[Any, int]] = {}
 
@@ -171,21 +169,9 @@ class ListRule:
             ValueError: If `batch_dim` names the value and it has another length, or if it has been cut before and
                 belongs to no samples, because it has another length now or is the same object in another batch.
         """
-        named = longest_name(self._dims, name)
         if isinstance(value, (int, float)):
-            # Entries of lists, fractions, 0 and 1 are no counts by which a loss is divided.
-            if named is None and "[" not in name and value == value // 1 > 1 and name not in self._warned:
-                self._warned.add(name)
-                warnings.warn(
-                    f"`batch` holds the number {value} at {name!r}, which every shard gets whole. If a loss is divided "
-                    "by it as by the number of samples or tokens in the batch, the gradient is too small by the number "
-                    "of shards: leave the number out, and let each shard return the mean over its own samples or "
-                    "tokens, with a weight if necessary (lockstep.token_mean() or Loss(value, weight=...)). If it is a "
-                    f"constant, such as a temperature, pass batch_dim={{{name!r}: None}}.",
-                    stacklevel=2,
-                )
             return False
-        length = len(value)
+        length, named = len(value), longest_name(self._dims, name)
         if named is not None and self._dims[named] is None:
             return False
         if named is None and (name in self._whole or (length != size and name not in self._cut)):

@@ -1,22 +1,24 @@
-"""Notice a loss that is no mean over samples, by its values for a shard and for parts of the shard.
+"""Notice a loss that is no mean over samples, by its values and gradients for a shard and for parts of the shard.
 
 The operations that computed a loss show a part of what it may be, and its values show the rest: a mean over all samples
-is the mean of the means over its parts.
+is the mean of the means over its parts, and so is its gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.nest import call_arguments
-from lockstep.replicas import Constants, uncompiled
+from lockstep.replicas import Draws, as_real, uncompiled
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
@@ -33,15 +35,32 @@ one."""
 ROUNDED_TO_HALF: Final = 5e-2
 """The same for values that were computed in half precision, or on an accelerator, which may do so unseen."""
 
-Values: TypeAlias = "list[tuple[float, float]]"
-"""The loss and its weight for all samples of a shard, and for each part of them."""
+MOST_ELEMENTS: Final = 2**16
+"""The number of elements of a parameter above which its gradient is not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The loss of some samples.
+
+    Attributes:
+        value: The loss.
+        weight: Its weight.
+        gradient: Its share in the gradient of all samples, by the smaller parameters; empty if there is none.
+        reported: The values that were reported or are metrics of the loss, with their weights, by name.
+    """
+
+    value: float
+    weight: float
+    gradient: torch.Tensor
+    reported: Mapping[str, Any]
 
 
 def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext) -> None:
     """Note what shows that the loss of the audited shard is no mean over its samples, in the first audit of several.
 
     The loss function is called for the shard and for parts of it, with running statistics of batch normalization and
-    with constants in place of random numbers. If it raises then, or returns other values when it is called again,
+    with the random numbers of the same samples. If it raises then, or returns other values when it is called again,
     nothing is known.
 
     Args:
@@ -57,28 +76,70 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
         return
     try:
         first, tolerance = _values(again, attempt, audit, context)
-        if _is_mean(first, tolerance):
+        differs, reported = _difference(first, tolerance), _differences_of_reports(first, tolerance)
+        if not differs and not reported:
             return
         second, _ = _values(again, attempt, audit, context)
-    except Exception:  # noqa: BLE001 - user code may refuse so few samples
+    except (Exception, SystemExit):  # noqa: BLE001 - user code may refuse so few samples, or end at a loss of NaN
         return
-    if all(abs(one - other) <= tolerance / 10 * abs(one) for (one, _), (other, _) in zip(first, second, strict=True)):
-        whole, *parts = (f"{value:.4g}" for value, _ in first)
-        no_means.add(f"{whole} for {len(samples)} samples, of which parts have {', '.join(parts)},")
+    pairs = [*zip(first, second, strict=True)]
+    if differs and all(_is_equal(one, other, tolerance / 10) for one, other in pairs):
+        no_means.add(differs)
+    for name, what in reported.items():
+        values = [(one.reported[name][0], other.reported.get(name, (math.nan, 0))[0]) for one, other in pairs]
+        # A time, for example, is another one each time.
+        if all(str(one) == str(other) for one, other in values):
+            warnings.warn(
+                f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
+                "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
+                "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
+                "an extreme or a metric such as F1 in an Evaluator, or after the update.",
+                stacklevel=4,
+            )
 
 
-def _is_mean(values: Values, tolerance: float) -> bool:
-    """Return whether the first value is the mean of the others by their weights, as far as it is known."""
+def _difference(computed: Sequence[Computed], tolerance: float) -> str:
+    """Return why the first of several losses is not the mean of the others; empty if it is, or if that is not known."""
     # A part without weight, such as one whose labels are all ignored, may have any value.
+    whole, *parts = [each for each in computed if each.weight]
+    found = _apart([(each.value, each.weight) for each in (whole, *parts)], tolerance)
+    if found or not all(len(each.gradient) == len(whole.gradient) for each in parts):
+        return found
+    apart = whole.gradient - sum(each.gradient for each in parts)
+    if float(apart.norm()) <= tolerance * float(sum(each.gradient.norm() for each in (whole, *parts))):
+        return ""
+    return "a value whose gradient for some samples is not the mean of the gradients of their parts,"
+
+
+def _differences_of_reports(computed: Sequence[Computed], tolerance: float) -> dict[str, str]:
+    """Return the reported values that are no means, with what they are, by name."""
+    names = [name for name in computed[0].reported if all(name in each.reported for each in computed)]
+    found = {name: _apart([each.reported[name] for each in computed], tolerance) for name in names}
+    return {name: what for name, what in found.items() if what}
+
+
+def _apart(values: Sequence[tuple[float, float]], tolerance: float) -> str:
+    """Return what values are of which the first is not the mean of the others by their weights; empty if it is."""
     (whole, _), *parts = counted = [(value, weight) for value, weight in values if weight]
-    if not all(math.isfinite(value) for value, _ in counted):
-        return True
-    mean = sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
-    return abs(whole - mean) <= tolerance * max(abs(whole), *(abs(value) for value, _ in parts))
+    mean = sum(value * weight for value, weight in parts) / (sum(weight for _, weight in parts) or 1.0)
+    if not math.isfinite(whole) or abs(whole - mean) <= tolerance * max(abs(value) for value, _ in counted):
+        return ""
+    return f"{whole:.4g} for some samples, of which parts have {', '.join(f'{value:.4g}' for value, _ in parts)},"
 
 
-def _values(again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext) -> tuple[Values, float]:
-    """Return the loss of the audited shard and of its parts, with their weights, and by how much they may differ."""
+def _is_equal(one: Computed, other: Computed, tolerance: float) -> bool:
+    """Return whether two computations of the same samples have the same result, which may be infinite or NaN."""
+    values, others = (torch.cat([torch.tensor([each.value]), each.gradient]) for each in (one, other))
+    if len(values) != len(others) or not torch.equal(values.isfinite(), others.isfinite()):
+        return False
+    finite = values.isfinite()
+    return bool((values - others)[finite].norm() <= tolerance * values[finite].norm())
+
+
+def _values(
+    again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext
+) -> tuple[list[Computed], float]:
+    """Return the losses of the audited shard and of its parts, and by how much they may differ."""
     place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
     runner, size = again.prepared.runners[place], len(shard.samples)
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
@@ -92,33 +153,61 @@ def _values(again: Recomputation, attempt: Attempt, audit: Audit, context: Updat
     # One after the other, so that each has tensors of its own, which the loss function may change in place.
     work = [(shard, (each.samples, conversion.shards([given], [[each]], [runner.device], 0)[0][0][1])) for each in cut]
 
-    def loss_of(_: int, each: tuple[range, Any]) -> tuple[float, float]:
+    of_all: list[float] = []
+
+    def loss_of(_: int, each: tuple[range, Any]) -> Computed:
         part, tensors = each
+        draws.start(part)
         args, kwargs = call_arguments(tensors)
         if gradients.carried is not None:
             kwargs = {**kwargs, "carried": gradients.carried.part(shard.samples[part.start : part.stop], runner.device)}
         loss = check_loss(gradients.loss_fn(runner.replica, *args, **kwargs))
-        return loss.value.item(), loss_weight(loss, len(part))
+        of_all.append(weight := loss_weight(loss, len(part)))
+        share = weight / of_all[0] if of_all[0] else 0.0
+        gradient = _gradient(loss.value, share, runner.parameters)
+        return Computed(loss.value.item(), weight, gradient, loss.metrics)
 
-    operations = Constants()
+    draws = Draws()
     task = DeviceForwards(loss_of, gradients.precision, again.prepared.observers[place], gradients.watch)
 
     def compute(at: int) -> None:
         if at == place:
             users = [gradients.loss_fn, *runner.replica.modules()]
-            with _without_batch_statistics(runner.replica), without_caches(users), uncompiled(), operations:
+            with _without_batch_statistics(runner.replica), without_caches(users), uncompiled(), draws:
                 runner.run(work, task, again.streams)
                 runner.buffers.restore()
 
     again.run(compute, attempt, context)
-    exact = runner.device.type == "cpu" and not operations.in_half
-    return [each.returned for each in task.results], ROUNDED if exact else ROUNDED_TO_HALF
+    exact = runner.device.type == "cpu" and not draws.in_half
+    computed = [
+        replace(each.returned, reported=_means({**each.returned.reported, **each.reports})) for each in task.results
+    ]
+    return computed, ROUNDED if exact else ROUNDED_TO_HALF
+
+
+def _means(sums: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the means of sums with their weights, and these weights."""
+    pairs = {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
+    return {name: (total / (weight or 1.0), weight) for name, (total, weight) in pairs.items()}
+
+
+def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return a share of a gradient as one vector, with the scale that it has in the gradient of all samples."""
+    smaller = [each for each in parameters if each.numel() <= MOST_ELEMENTS] or [*parameters]
+    outer = torch.full_like(value, share)
+    try:
+        found = torch.autograd.grad(value, smaller, outer, allow_unused=True, materialize_grads=True)
+    except RuntimeError:  # there is no graph, or one whose checkpoints compute all gradients or none
+        return torch.zeros(0)
+    return torch.cat([as_real(each.to_dense()).flatten().cpu() for each in found]).double()
 
 
 @contextmanager
 def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Use the running statistics of batch normalization inside the ``with`` block."""
     modes = [(each, each.training) for each in model.modules() if isinstance(each, _BatchNorm)]
+    if any(each.running_mean is None for each, _ in modes):
+        raise ValueError("Without running statistics a shard is normalized by its own.")
     for each, _ in modes:
         each.training = False
     try:
