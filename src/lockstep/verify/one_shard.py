@@ -185,6 +185,7 @@ class Comparison:
         weight = loss_weight(loss, len(samples))
         if weight > 0:
             loss.value.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types here
+        self.draws.end()
         wanted = [self.model.get_parameter(name) for name in self.names]
         found = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
         return torch.cat([each.flatten() for each in found]), weight

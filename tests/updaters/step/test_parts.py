@@ -184,7 +184,9 @@ def of_distributions(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.
     shares = torch.distributions.Beta(0.4, 0.4).sample((len(x), 1))
     made = torch.distributions.Gamma(net(x * shares).exp(), torch.ones(3)).rsample()
     weights = torch.distributions.Dirichlet(torch.ones(3)).sample((len(x),))
-    hard = functional.gumbel_softmax(net(x))
+    # It draws until all samples are accepted, and takes the last number of each that was.
+    angles = torch.distributions.VonMises(torch.zeros(len(x), 1), torch.ones(len(x), 1)).sample()
+    hard = functional.gumbel_softmax(net(x)) * angles
     return functional.cross_entropy(net(x), y) + ((made + hard) * weights).mean()
 
 

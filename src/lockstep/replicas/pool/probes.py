@@ -93,6 +93,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
         self._given = iter(self._drawn) if self._size else None
         self._samples, self._size, self._permutations = samples, self._size or len(samples), 0
 
+    def end(self) -> None:
+        """Check that a part has drawn as often as all samples.
+
+        Raises:
+            RuntimeError: If it has drawn less, as in a loop that ends when all of its samples are accepted.
+        """
+        if self._given is not None and next(self._given, None) is not None:
+            raise RuntimeError(OTHER_DRAWS)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, and overwrite what it has drawn.
 

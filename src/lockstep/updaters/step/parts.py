@@ -165,6 +165,7 @@ def _values(
         of_all.append(weight := loss_weight(loss, len(part)))
         share = weight / of_all[0] if of_all[0] else 0.0
         gradient = _gradient(loss.value, share, runner.parameters)
+        draws.end()
         return Computed(loss.value.item(), weight, gradient, loss.metrics)
 
     draws = Draws()
