@@ -50,7 +50,7 @@ def updater_of(
     torch.manual_seed(1)
     net = build()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    batches = options.pop("batches", [(X, Y, WEIGHTS)])
+    batches = options.pop("batches", [(X.clone(), Y, WEIGHTS)])
     options = {"num_shards": 3, "devices": ["cpu"] * num_devices, **options}
     return ls.ParallelUpdater(batches, optimizer, net, loss_fn=loss_fn, **options)
 
