@@ -1,4 +1,4 @@
-"""Notice what a result depends on beside the model: what functions refer to, generators, and steps that vary.
+"""Notice what a result depends on beside the model: what functions refer to, attributes, generators, varying steps.
 
 What functions refer to is found without running code of their classes.
 """
@@ -134,6 +134,31 @@ def compares_objects(code: CodeType) -> bool:
             return True
         before.append(instruction.opname)
     return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
+
+
+COMPARED: Final = (torch.Tensor, bool, int, float, str)
+"""The types of attributes whose values are compared."""
+
+
+def changed_attributes(model: nn.Module, replica: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """List the plain attributes that a forward has set, each by the path of its module, the module and its own name.
+
+    Args:
+        model: The model as it was.
+        replica: A copy of it that has computed shards.
+    """
+    found = []
+    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
+        before, after = attributes(module), attributes(copied)
+        found += [(path, module, name) for name, value in after.items() if _is_set(before.get(name), value)]
+    return found
+
+
+def _is_set(before: Any, after: Any) -> bool:
+    """Return whether an attribute has another value than before, as far as values of its type are compared."""
+    if type(after) is not torch.Tensor or type(before) is not torch.Tensor:
+        return type(after) in COMPARED and (type(before) is not type(after) or before != after)
+    return not torch.equal(after.detach().to(before.device), before.detach())
 
 
 GENERATORS: Final = (

@@ -28,15 +28,20 @@ from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.compute.prepared_model import PreparedModel
-from lockstep.updaters.detectors import LOSSES, compares_objects, names_in, references, values_read
+from lockstep.updaters.detectors import (
+    LOSSES,
+    changed_attributes,
+    compares_objects,
+    names_in,
+    references,
+    values_read,
+)
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.fused import check_dense
 
-COMPARED: Final = (torch.Tensor, bool, int, float, str)
-"""The types of attributes whose values are compared."""
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 """The attributes in which a module keeps hooks that run within a forward."""
 MOST_FUNCTIONS: Final = 100
@@ -479,27 +484,6 @@ def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Mod
                     f"{function.__qualname__!r} of `{argument}`, which reads it from your original model, whose "
                     "forward is never run. Read it from the argument of `loss_fn` or of the hook, or make it a method."
                 )
-
-
-def changed_attributes(model: nn.Module, replica: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """List the plain attributes that a forward has set, each by the path of its module, the module and its own name.
-
-    Args:
-        model: The model as it was.
-        replica: A copy of it that has computed shards.
-    """
-    found = []
-    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
-        before, after = attributes(module), attributes(copied)
-        found += [(path, module, name) for name, value in after.items() if _is_set(before.get(name), value)]
-    return found
-
-
-def _is_set(before: Any, after: Any) -> bool:
-    """Return whether an attribute has another value than before, as far as values of its type are compared."""
-    if type(after) is not torch.Tensor or type(before) is not torch.Tensor:
-        return type(after) in COMPARED and (type(before) is not type(after) or before != after)
-    return not torch.equal(after.detach().to(before.device), before.detach())
 
 
 def _called(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:

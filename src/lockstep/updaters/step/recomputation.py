@@ -23,12 +23,12 @@ from lockstep.updaters.attempt.other_place import run_as_elsewhere
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
 from lockstep.updaters.compute.shares import RankShare
+from lockstep.updaters.detectors import changed_attributes
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup.batches import Conversion, copied, may_draw
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedAttempt
 from lockstep.updaters.state.training import TrainingState
-from lockstep.updaters.step.checks import changed_attributes
 
 LEADS: Final = (20, 5, 2, 0)
 """By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the
