@@ -731,6 +731,21 @@ ARGUMENTS += [
         "{'accuracy': (correct, count)}",
     ),
     row("shifted", lambda: ls.token_mean(shifted="x"), "`shifted` must be True, False or None, got a str"),
+    row(
+        "weights of a Loss",
+        lambda: train(loss_fn=lambda model, x, y: ls.Loss(ce(model(x), y), weight=torch.ones(3))),
+        "`weight` of a Loss must have one element, got shape (3,)",
+        "weight=weights.sum()",
+    ),
+    row(
+        "average of another model",
+        lambda: run(ext.ExponentialMovingAverage(nn.Linear(2, 2))),
+        "differs in 'weight'",
+        "Pass the model that is trained",
+    ),
+    row("targets for a batch size", lambda: ls.BatchIterator(X, Y), "`batch_size` must be an integer", "(12,)"),
+    row("snapshot of a model", lambda: ls.snapshots.save(net(), "x"), "`updater` must be an updater, got a Linear"),
+    row("model to restore", lambda: ls.snapshots.restore(net(), "x"), "`updater` must be an updater, got a Linear"),
 ]
 
 MISTAKES = {

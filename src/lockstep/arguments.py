@@ -35,8 +35,10 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
     if not isinstance(value, int) or isinstance(value, bool):
         is_text = isinstance(value, str) and value.isdecimal()
         is_whole = is_text or (hasattr(value, "__index__") and not isinstance(value, bool))
-        remedy = f" Pass int({repr(value) if is_text else value})." if is_whole else ""
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.{remedy}")
+        shape = tuple(getattr(value, "shape", ()))
+        found = f"a {type(value).__name__} of shape {shape}" if shape else repr(value)
+        remedy = f" Pass int({repr(value) if is_text else value})." if is_whole and not shape else ""
+        raise TypeError(f"`{name}` must be an integer, got {found}.{remedy}")
     if minimum is not None and value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
 

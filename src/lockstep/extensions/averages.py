@@ -103,8 +103,16 @@ class ExponentialMovingAverage(Extension):
 
         Raises:
             KeyError: If the updater has no model of this name.
+            ValueError: If its weights have other names or shapes than those of the average.
         """
         model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
+        weights, averages = ({name: each.shape for name, each in of.named_parameters()} for of in (model, self.module))
+        if weights != averages:
+            name = min({*weights.items()} ^ {*averages.items()})[0]
+            raise ValueError(
+                f"`model` of ExponentialMovingAverage must be the updater's model {self.model_name!r}, got one that "
+                f"differs in {name!r}. Pass the model that is trained, or name another one by `model_name`."
+            )
         is_first = bool(self._exact) and int(self.average.n_averaged) == 0
         self.average.update_parameters(model)
         given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)

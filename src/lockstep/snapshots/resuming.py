@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.arguments import check_instance
 from lockstep.communicators import Communicator
 from lockstep.errors import SnapshotError
 from lockstep.program import PROGRAM, describe_program
@@ -144,8 +145,8 @@ def save(updater: Updater, path: str | Path) -> None:
 
     Every rank must call this, and returns when the snapshot is there.
     """
-    error = ""
-    communicator = updater.communicator
+    check_instance("updater", updater, Updater, "an updater")
+    error, communicator = "", updater.communicator
     try:
         if communicator.rank == 0:
             _save(updater, Path(path))
@@ -190,6 +191,7 @@ def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) ->
         SnapshotError: If the snapshot is not whole.
         StateError: If the recipe differs in a field that `accept` does not name.
     """
+    check_instance("updater", updater, Updater, "an updater")
     snapshot = find(updater, path, Path(path), argument="path")
     if snapshot is None:
         raise SnapshotError(f"`path` must be a snapshot, got {path}.")

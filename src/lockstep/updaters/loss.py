@@ -394,6 +394,29 @@ def _remedy(returned: object) -> str:
     )
 
 
+def _check_weight(weight: object, *, training: bool) -> None:
+    """Check the weight of a loss; see `check_loss`."""
+    # A tensor has `__float__` too; text has not.
+    if weight is not None and not hasattr(weight, "__float__"):
+        raise TypeError(
+            f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
+            "name: Loss(value, metrics={...})."
+        )
+    if not isinstance(weight, torch.Tensor):
+        return
+    if weight.numel() != 1:
+        raise ValueError(
+            f"`weight` of a Loss must have one element, got shape {tuple(weight.shape)}. Return the weighted mean with "
+            "the sum of the weights: Loss((losses * weights).sum() / weights.sum(), weight=weights.sum())."
+        )
+    if training and weight.requires_grad:
+        raise ValueError(
+            "`weight` of a Loss must not require a gradient, got one that does, which would be left out. Return "
+            "Loss(value, weight=weight.detach()) if the weight is a constant. If it is to be learned, compute the "
+            "weighted mean over the batch by a lockstep.BatchLoss."
+        )
+
+
 def check_loss(returned: object, *, training: bool = True) -> Loss:
     """Check what a loss function returned, and convert it to a `Loss`.
 
@@ -403,7 +426,8 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
 
     Raises:
         TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
-        ValueError: If it has more than one element or does not require a gradient, or if its weight requires one.
+        ValueError: If it or its weight has more than one element, if it does not require a gradient, or if its weight
+            requires one.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
@@ -415,23 +439,12 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = loss.weight
-    # A tensor has `__float__` too; text has not.
-    if weight is not None and not hasattr(weight, "__float__"):
-        raise TypeError(
-            f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
-            "name: Loss(value, metrics={...})."
-        )
+    _check_weight(weight, training=training)
     if not value.requires_grad and training and (weight is None or float(weight) != 0):
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
             "the output of the model it is given, without detach(), item() or no_grad(). For a shard without any "
             "term return lockstep.Loss(value, weight=0), and for the others Loss(mean, weight=number of terms)."
-        )
-    if weight is not None and training and isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise ValueError(
-            "`weight` of a Loss must not require a gradient, got one that does, which would be left out. Return "
-            "Loss(value, weight=weight.detach()) if the weight is a constant. If it is to be learned, compute the "
-            "weighted mean over the batch by a lockstep.BatchLoss."
         )
     if loss.metrics and not hasattr(loss.metrics, "items"):
         rule = "must be a dict of pairs (sum, weight) by name, such as {'accuracy': (correct, count)}"
