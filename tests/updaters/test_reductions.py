@@ -131,6 +131,22 @@ def test_a_criterion_that_does_not_reduce_is_refused() -> None:
             ls.supervised(criterion)
 
 
+class ReducingItself(nn.CrossEntropyLoss):
+    """Reduces in its own forward what its base leaves."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="none")
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = super().forward(output, target)
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_criterion_that_reduces_in_its_own_forward_is_a_mean(num_shards: int) -> None:
+    assert_same(trained(ls.supervised(ReducingItself()), num_shards), plain(lambda net: ReducingItself()(net(X), Y)))
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
 def test_class_weights_count_in_means(num_shards: int) -> None:
     criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=1)

@@ -223,6 +223,18 @@ for batch in batches:
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_loop_with_a_number_of_updates_of_its_own_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    loop = "for batch in batches:\n    updater.compute_gradients(batch)\n    updater.apply_gradients()\n"
+    script.write_text(COMPUTED.replace(loop, "for _ in range(4):\n    updater.update()\n"), encoding="utf-8")
+    assert run_verify("--json", "--updates", "8", "--only", "resume", str(script)) == 0
+    (resume,) = json.loads(capsys.readouterr().out)["ways"]
+    assert resume["status"] == "equal"
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_loop_that_computes_gradients_is_run_by_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import time
 import warnings
@@ -154,6 +155,26 @@ def test_least_squares_by_a_driver_that_is_not_repeatable(
 def test_an_optimizer_that_reads_the_clock() -> None:
     with pytest.warns(ls.DeterminismWarning, match="The step of ClockSGD has another result when it is made twice"):
         updater_of(lambda _: 0.0, ClockSGD).update()
+
+
+class DrawingSGD(torch.optim.SGD):
+    """Draws from Python's generator in each step."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        DRAWN.append(random.random())  # noqa: S311 - no secret
+        super().step(closure)  # type: ignore[arg-type]
+
+
+DRAWN: list[float] = []
+
+
+@pytest.mark.filterwarnings("ignore:The optimizer, a hook:lockstep.RandomStreamWarning")
+def test_a_step_that_draws_gets_the_numbers_of_a_plain_loop() -> None:
+    random.seed(3)
+    DRAWN.clear()
+    updater_of(lambda _: 0.0, DrawingSGD).update()
+    random.seed(3)
+    assert DRAWN[-1] == random.random()  # noqa: S311 - as above
 
 
 def test_hooks_and_weights_are_those_of_one_step() -> None:
