@@ -155,6 +155,7 @@ def test_an_update_of_weight_zero_moves_nothing_and_is_counted(devices: int) -> 
     assert ls.digest(model) == before
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean over the samples:UserWarning")
 def test_the_law_is_not_empty_a_mean_of_means_is_another_gradient() -> None:
     with updater_of(Net(), devices=2, loss_fn=lambda *batch: ls.Loss(mean_loss(*batch), weight=1)) as updater:
         updater._engine.replicas.workloads = [20.0, 4.0]

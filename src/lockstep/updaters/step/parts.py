@@ -151,7 +151,7 @@ def _values(
     conversion = again.conversion.apart()
     cut = [replace(shard, batch=0, samples=part) for part in parts]
     # One after the other, so that each has tensors of its own, which the loss function may change in place.
-    work = [(shard, (each.samples, conversion.shards([given], [[each]], [runner.device], 0)[0][0][1])) for each in cut]
+    work = [(each, (each.samples, conversion.shards([given], [[each]], [runner.device], 0)[0][0][1])) for each in cut]
 
     of_all: list[float] = []
 
