@@ -103,7 +103,8 @@ def _difference(computed: Sequence[Computed], tolerance: float) -> str:
     # A part without weight, such as one whose labels are all ignored, may have any value.
     whole, *parts = [each for each in computed if each.weight]
     found = _apart([(each.value, each.weight) for each in (whole, *parts)], tolerance)
-    if found or not all(len(each.gradient) == len(whole.gradient) for each in parts):
+    known = all(len(each.gradient) == len(whole.gradient) for each in parts) and bool(whole.gradient.isfinite().all())
+    if found or not known:
         return found
     apart = whole.gradient - sum(each.gradient for each in parts)
     if float(apart.norm()) <= tolerance * float(sum(each.gradient.norm() for each in (whole, *parts))):
