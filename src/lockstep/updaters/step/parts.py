@@ -198,7 +198,9 @@ def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Paramet
     smaller = [each for each in parameters if each.numel() <= MOST_ELEMENTS] or [*parameters]
     outer = torch.full_like(value, share)
     try:
-        found = torch.autograd.grad(value, smaller, outer, allow_unused=True, materialize_grads=True)
+        # What backward draws comes from the stream of the shard, which the threads of accelerators do not have.
+        with torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(value, smaller, outer, allow_unused=True, materialize_grads=True)
     except RuntimeError:  # there is no graph, or one whose checkpoints compute all gradients or none
         return torch.zeros(0)
     return torch.cat([as_real(each.to_dense()).flatten().cpu() for each in found]).double()
