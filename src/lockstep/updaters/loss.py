@@ -397,7 +397,7 @@ def _remedy(returned: object) -> str:
 def _check_weight(weight: object, *, training: bool) -> None:
     """Check the weight of a loss; see `check_loss`."""
     # A tensor has `__float__` too; text has not.
-    if weight is not None and not hasattr(weight, "__float__"):
+    if not hasattr(weight, "__float__"):
         raise TypeError(
             f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
             "name: Loss(value, metrics={...})."
@@ -439,7 +439,8 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = loss.weight
-    _check_weight(weight, training=training)
+    if weight is not None:
+        _check_weight(weight, training=training)
     if not value.requires_grad and training and (weight is None or float(weight) != 0):
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
