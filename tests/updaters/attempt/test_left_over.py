@@ -11,7 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.updaters.step import recomputation
 from tests.support.ranks import run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget that other tests have compiled something, after which no model is copied."""
+    monkeypatch.setattr(recomputation, "has_compiled", lambda: False)
 
 
 class WarmUp(nn.Module):
@@ -115,6 +122,11 @@ def test_what_a_module_finds_by_its_id_is_found() -> None:
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_what_is_computed_anew_is_not_warned_of(num_devices: int) -> None:
     assert warned(Harmless(), 17, devices=["cpu"] * num_devices) == []
+
+
+def test_no_model_is_copied_where_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "has_compiled", lambda: True)
+    assert warned(WarmUp(10), 9) == []
 
 
 def test_a_number_of_updates_of_ones_own_compares_places_only() -> None:
