@@ -250,7 +250,7 @@ def test_a_fault_that_passes_is_repeated(clean: str, caplog: pytest.LogCaptureFi
             found = digest_of(updater)
         was_audited = any("The update is repeated." in each.message for each in caplog.records)
         caplog.clear()
-        # After the shards and the audit of the first update, the gradients of a shard and of its two parts are compared.
+        # After the shards and the audit of the first update, gradients of a shard and of its two parts are compared.
         is_compared = NUM_SHARDS + 1 <= call < NUM_SHARDS + 4
         assert (found == clean) == (was_audited or is_compared)
 
