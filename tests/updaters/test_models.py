@@ -351,6 +351,7 @@ def test_batches_of_every_form_reach_the_loss_function(batch: str) -> None:
         assert updater.compute_gradients(arrays).weight == 7
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean over the samples:UserWarning")  # a weight of 2
 def test_the_model_may_return_the_loss_itself() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> ls.Loss:
