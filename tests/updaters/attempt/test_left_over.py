@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.updaters.step import recomputation
+from lockstep.updaters.step import engine
 from tests.support.ranks import run_on_ranks
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget that other tests have compiled something, after which no model is copied."""
-    monkeypatch.setattr(recomputation, "has_compiled", lambda: False)
+    monkeypatch.setattr(engine, "has_compiled", lambda: False)
 
 
 class WarmUp(nn.Module):
@@ -125,7 +125,7 @@ def test_what_is_computed_anew_is_not_warned_of(num_devices: int) -> None:
 
 
 def test_no_model_is_copied_where_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputation, "has_compiled", lambda: True)
+    monkeypatch.setattr(engine, "has_compiled", lambda: True)
     assert warned(WarmUp(10), 9) == []
 
 

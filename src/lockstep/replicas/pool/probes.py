@@ -108,13 +108,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
         Raises:
             RuntimeError: If it is not known what a part of the samples draws.
         """
-        name, given = func.overloadpacket.__name__, kwargs or {}
-        made = func(*args, **given)
+        name = func.overloadpacket.__name__
+        made = func(*args, **(kwargs or {}))
         is_tensor = isinstance(made, torch.Tensor)
         self.in_half |= is_tensor and made.dtype in HALF_PRECISION
         if torch.Tag.nondeterministic_seeded not in func.tags or (is_tensor and made.is_meta):
             return made
-        given |= {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}  # noqa: SLF001 - no public way
+        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})  # noqa: SLF001 - no public way
         if name == "native_dropout" and given.get("train") is not False:
             mask, chance = self._shared(name, made[1]), given["p"]
             return args[0] * mask * (1 / (1 - chance) if chance < 1 else 0.0), mask

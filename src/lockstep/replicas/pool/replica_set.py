@@ -239,14 +239,17 @@ class ReplicaSet:
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
-    def new_replica(self, place: int) -> nn.Module | None:
-        """Return another copy of the model for a device, or None if it would need memory of its own for parameters.
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether all copies use the memory of the model's parameters, as of the last use."""
+        return not self._copier.has_copies
+
+    def new_replica(self, place: int) -> nn.Module:
+        """Return another copy of the model for a device, as if the model had changed.
 
         Args:
             place: The index of the device.
         """
-        if not all(self._shares_memory(place, each) for each in self.model.parameters()):
-            return None
         with torch.inference_mode(mode=False):
             return self._copy(place, {})
 

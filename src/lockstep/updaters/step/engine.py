@@ -20,6 +20,7 @@ from lockstep.replicas import (
     check_no_leaked_gradients,
     check_no_trained_buffers,
     finish_whole,
+    has_compiled,
     refusing_writes,
     warn_of_means,
 )
@@ -247,7 +248,9 @@ class GradientEngine:
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
         audit.compares_buffers = update == self._audited and attempt.share.num_shards > 1
-        audit.renews = self.auditor.only_warns and update == self._audited != self._start
+        # Where something is compiled, a new copy would be compiled anew, or no more.
+        audit.renews = self.auditor.only_warns and update == self._audited != self._start and not has_compiled()
+        audit.renews &= self.replicas.shares_parameters
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)

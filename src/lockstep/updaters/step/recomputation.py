@@ -14,7 +14,7 @@ from lockstep.errors import OrderError, is_memory_error
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import ReplicaSet, ShardStreams, Turns, has_compiled, is_memory_limited, refusing_writes
+from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit, Seals, few, seals_of
@@ -117,10 +117,7 @@ class Recomputation:
 
     def _by_new_replica(self, audit: Audit, place: int) -> Recomputation:
         """Return what computes by a new copy of the model on one device, as a run that is resumed here would."""
-        # A new copy would be compiled anew, or no more.
-        replica = None if has_compiled() else self.replicas.new_replica(place)
-        if replica is None:
-            return self
+        replica = self.replicas.new_replica(place)
         audit.left_over = [
             f"{path}.{name}" if path else name
             for path, _, name in changed_attributes(replica, self.prepared.runners[place].replica)
