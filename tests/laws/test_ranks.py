@@ -22,6 +22,10 @@ from tests.support.ranks import launch_on_ranks, run_on_ranks
 from tests.support.workloads import CONVNET
 
 
+# One of the runs weighs its losses by something else than samples on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean over the samples:UserWarning")
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
     return in_one_process(list(RUNS))
