@@ -21,7 +21,6 @@ from tests.support.programs.placement import (
 from tests.support.ranks import launch_on_ranks, run_on_ranks
 from tests.support.workloads import CONVNET
 
-
 # One of the runs weighs its losses by something else than samples on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean over the samples:UserWarning")
 
