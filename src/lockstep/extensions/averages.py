@@ -103,6 +103,20 @@ class ExponentialMovingAverage(Extension):
 
         Raises:
             KeyError: If the updater has no model of this name.
+        """
+        model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
+        is_first = bool(self._exact) and int(self.average.n_averaged) == 0
+        self.average.update_parameters(model)
+        given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)
+        for name, exact in self._exact.items():
+            weight = given[name].detach().to(exact.device, torch.float32)
+            rounded[name].copy_(exact.copy_(weight) if is_first else exact.lerp_(weight, 1 - self.decay))
+
+    def initialize(self, trainer: Trainer) -> None:
+        """Check that the updater's model has the weights that are averaged.
+
+        Raises:
+            KeyError: If the updater has no model of this name.
             ValueError: If its weights have other names or shapes than those of the average.
         """
         model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
@@ -113,12 +127,6 @@ class ExponentialMovingAverage(Extension):
                 f"`model` of ExponentialMovingAverage must be the updater's model {self.model_name!r}, got one that "
                 f"differs in {name!r}. Pass the model that is trained, or name another one by `model_name`."
             )
-        is_first = bool(self._exact) and int(self.average.n_averaged) == 0
-        self.average.update_parameters(model)
-        given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)
-        for name, exact in self._exact.items():
-            weight = given[name].detach().to(exact.device, torch.float32)
-            rounded[name].copy_(exact.copy_(weight) if is_first else exact.lerp_(weight, 1 - self.decay))
 
     def _averaged_tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors of a model that are averaged, by name."""

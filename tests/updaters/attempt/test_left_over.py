@@ -124,6 +124,37 @@ def test_what_is_computed_anew_is_not_warned_of(num_devices: int) -> None:
     assert warned(Harmless(), 17, devices=["cpu"] * num_devices) == []
 
 
+class Remembering(nn.Module):
+    """Needs what it has kept in the first updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.memory = nn.Linear(6, 3), (lambda: 0), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls() < 5:
+            self.memory = 2.0
+        return self.layer(x) * self.memory
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_new_copy_that_raises_is_warned_of_and_the_run_goes_on(num_devices: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Remembering(), (torch.randn(8, 6), torch.randint(3, (8,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = ls.supervised(functional.cross_entropy)
+    updater = ls.ParallelUpdater(
+        [batch], optimizer, model, devices=["cpu"] * num_devices, num_shards=4, loss_fn=loss_fn
+    )
+    model.calls = lambda: updater.iteration
+    for _ in range(8):
+        updater.update()
+    with pytest.warns(ls.DeterminismWarning, match="by a new copy of the model.* and raised ReplicaError.*TypeError"):
+        assert updater.update().applied
+    assert updater.update().applied
+    updater.finalize()
+
+
 def test_no_model_is_copied_where_something_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "has_compiled", lambda: True)
     assert warned(WarmUp(10), 9) == []

@@ -81,8 +81,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
         self.in_half = False
         self._drawn: list[tuple[str, torch.Tensor]] = []
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
-        self._samples, self._size = range(0), 0
-        self._permutations = 0
+        self._samples, self._size, self._permutations = range(0), 0, 0
 
     def start(self, samples: range) -> None:
         """Begin to compute some samples.

@@ -239,11 +239,6 @@ class ReplicaSet:
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
-    @property
-    def shares_parameters(self) -> bool:
-        """Whether all copies use the memory of the model's parameters, as of the last use."""
-        return not self._copier.has_copies
-
     def new_replica(self, place: int) -> nn.Module:
         """Return another copy of the model for a device, as if the model had changed.
 

@@ -41,6 +41,9 @@ Exchange: TypeAlias = Callable[[Any], list[Any]]
 EXTENDED: Final = 3
 """The number of first updates that are audited where a loss function refers to tensors outside of the model."""
 
+NEW_COPY: Final = "a new copy of the model, as a run that is resumed here has it"
+"""What computes a shard once more in later audits, for messages."""
+
 MAJORITY: Final = 2
 """The number of equal results by which others are known to be wrong."""
 
@@ -273,7 +276,7 @@ class Finding:
             f"and the results differ in {self.differs}"
         )
         if audit.renews:
-            return f"{start}: the second time by a new copy of the model, as a run that is resumed here has it."
+            return f"{start}: the second time by {NEW_COPY}."
         if not self.is_repeatable:
             return f"{start}: no two of them are equal."
         places = " and ".join(self.name_of(each, devices) for each in self.wrong)

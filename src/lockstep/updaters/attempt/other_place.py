@@ -60,20 +60,9 @@ def run_as_elsewhere(
     settings = ThreadSettings.capture([device.type], accelerators, training=True)
 
     def run() -> None:
-        try:
-            with inherited(settings), _Watch(), without_caches(users):
-                work()
-        except Exception as error:  # noqa: BLE001 - the first computation has raised none, so the update goes on
-            # The second computation needs more memory than the first, whose results are still there.
-            if is_memory_error(error):
-                return
-            warnings.warn(
-                f"A shard was computed once more, {'in another thread, ' if in_thread else ''}without cached results "
-                f"and with other numbers in memory that is not initialised, and raised {type(error).__name__}: "
-                f"{error}. On another device or rank it may do so as well. `audit_every=0` leaves this out.",
-                DeterminismWarning,
-                stacklevel=2,
-            )
+        how = "in another thread, " * in_thread + "without caches and with other numbers in uninitialised memory"
+        with warning_of_errors(how), inherited(settings), _Watch(), without_caches(users):
+            work()
 
     if not in_thread or settings.kept or is_memory_limited():
         run()
@@ -87,6 +76,26 @@ def run_as_elsewhere(
     worker.join()
     if error is not None:
         raise error
+
+
+@contextmanager
+def warning_of_errors(how: str) -> Iterator[None]:
+    """Warn of an error of a second computation; the first has raised none, so the update goes on.
+
+    Args:
+        how: How the shard is computed once more.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - as above
+        # The second computation needs more memory than the first, whose results are still there.
+        if not is_memory_error(error):
+            warnings.warn(
+                f"A shard was computed once more, {how}, and raised {type(error).__name__}: {error}. On another device "
+                "or rank, or after a resume, it may do so as well. `audit_every=0` leaves this out.",
+                DeterminismWarning,
+                stacklevel=2,
+            )
 
 
 @contextmanager

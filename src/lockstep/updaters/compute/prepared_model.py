@@ -170,8 +170,7 @@ class PreparedModel:
             rules: The rules that combine buffers over shards.
         """
         runners, observers = [*self.runners], [*self.observers]
-        runners[place] = recording_runner(replicas, place, replica, rules)
-        observers[place] = Observers({"": replica})
+        runners[place], observers[place] = recording_runner(replicas, place, replica, rules), Observers({"": replica})
         return replace(self, runners=runners, observers=observers)
 
     def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:

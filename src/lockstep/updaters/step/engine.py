@@ -250,7 +250,8 @@ class GradientEngine:
         audit.compares_buffers = update == self._audited and attempt.share.num_shards > 1
         # Where something is compiled, a new copy would be compiled anew, or no more.
         audit.renews = self.auditor.only_warns and update == self._audited != self._start and not has_compiled()
-        audit.renews &= self.replicas.shares_parameters
+        # Elsewhere it would need memory of its own for the parameters.
+        audit.renews &= len({*self.replicas.devices}) == 1
         models = [self.replicas.model, *self.replicas.replicas]
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)

@@ -23,7 +23,7 @@ from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.attempt.other_place import without_caches
-from lockstep.updaters.compute.shard_gradients import DeviceForwards
+from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardResult
 from lockstep.updaters.loss import check_loss, loss_weight
 from lockstep.updaters.step.recomputation import Recomputation
 
@@ -107,9 +107,8 @@ def _difference(computed: Sequence[Computed], tolerance: float) -> str:
     if found or not known:
         return found
     apart = whole.gradient - sum(each.gradient for each in parts)
-    if float(apart.norm()) <= tolerance * float(sum(each.gradient.norm() for each in (whole, *parts))):
-        return ""
-    return "a value whose gradient for some samples is not the mean of the gradients of their parts,"
+    rounded = float(apart.norm()) <= tolerance * float(sum(each.gradient.norm() for each in (whole, *parts)))
+    return "" if rounded else "a value whose gradient for some samples is not the mean of the gradients of their parts,"
 
 
 def _differences_of_reports(computed: Sequence[Computed], tolerance: float) -> dict[str, str]:
@@ -181,16 +180,16 @@ def _values(
 
     again.run(compute, attempt, context)
     exact = runner.device.type == "cpu" and not draws.in_half
-    computed = [
-        replace(each.returned, reported=_means({**each.returned.reported, **each.reports})) for each in task.results
-    ]
-    return computed, ROUNDED if exact else ROUNDED_TO_HALF
+    return [*map(_with_means, task.results)], ROUNDED if exact else ROUNDED_TO_HALF
 
 
-def _means(sums: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the means of sums with their weights, and these weights."""
+def _with_means(result: ShardResult) -> Computed:
+    """Return what was computed with the means of what was reported, and of the metrics of the loss."""
+    computed: Computed = result.returned
+    sums = {**computed.reported, **result.reports}
     pairs = {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
-    return {name: (total / (weight or 1.0), weight) for name, (total, weight) in pairs.items()}
+    means = {name: (total / (weight or 1.0), weight) for name, (total, weight) in pairs.items()}
+    return replace(computed, reported=means)
 
 
 def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -17,9 +18,9 @@ from lockstep.precision import copy_to_device
 from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.attempt.audit import Audit, Seals, few, seals_of
+from lockstep.updaters.attempt.audit import NEW_COPY, Audit, Seals, few, seals_of
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.attempt.other_place import run_as_elsewhere
+from lockstep.updaters.attempt.other_place import run_as_elsewhere, warning_of_errors
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
 from lockstep.updaters.compute.shares import RankShare
@@ -107,7 +108,8 @@ class Recomputation:
 
         def around(_: int, work: Callable[[], None]) -> None:
             if not self.at_start:
-                work()
+                with warning_of_errors(f"by {NEW_COPY}") if audit.renews else nullcontext():
+                    work()
                 return
             users = [attempt.request.loss_fn, *self.replicas.replicas[place].modules()]
             run_as_elsewhere(work, users, self.replicas.devices[place], in_thread=audit.place == audit.other)
@@ -118,10 +120,8 @@ class Recomputation:
     def _by_new_replica(self, audit: Audit, place: int) -> Recomputation:
         """Return what computes by a new copy of the model on one device, as a run that is resumed here would."""
         replica = self.replicas.new_replica(place)
-        audit.left_over = [
-            f"{path}.{name}" if path else name
-            for path, _, name in changed_attributes(replica, self.prepared.runners[place].replica)
-        ]
+        changed = changed_attributes(replica, self.prepared.runners[place].replica)
+        audit.left_over = [f"{path}.{name}".lstrip(".") for path, _, name in changed]
         return replace(self, prepared=self.prepared.with_replica(place, replica, self.replicas, self.recipe.buffers))
 
     def _run(
