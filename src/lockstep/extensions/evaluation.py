@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
 from lockstep.prediction import DataPass, in_held_precision
+from lockstep.replicas import Draws, uncompiled
 from lockstep.stopping import STOP
 from lockstep.updaters import (
+    Computed,
     Converter,
     InferenceRunner,
     Loss,
@@ -27,9 +30,12 @@ from lockstep.updaters import (
     ShardResult,
     UpdateResult,
     check_loss,
+    find_no_means,
     is_summed,
     loss_weight,
     metric_pairs,
+    rounded,
+    without_caches,
 )
 
 Outcome: TypeAlias = "tuple[ShardKey, Any, Any]"
@@ -66,6 +72,7 @@ class Evaluation:
         output: A function that returns what metrics see of the output of the model; None for the output itself.
         converter: Converts samples to tensors; None for the converter of the runner.
         target: The key of the target if a batch is a dict.
+        compares: Whether the loss and the values of the first shard are compared with those of parts of it.
     """
 
     runner: InferenceRunner
@@ -74,6 +81,7 @@ class Evaluation:
     output: Callable[[Any], Any] | None
     converter: Converter | None
     target: str | None
+    compares: bool = False
 
     def __post_init__(self) -> None:
         self._pass = DataPass(self.runner, self.converter, name="iterator")
@@ -121,6 +129,8 @@ class Evaluation:
             report = self._report(result, returned)
             if report is not None:
                 self._reports.append((batch, report))
+            if self.compares and batch == 0 and result.shard.index == 0:
+                self._compare_parts(result)
             outcomes.append(((batch, result.shard.index), output, result.given.target))
         self._update(self._local, outcomes)
         if self._gathered:
@@ -162,6 +172,39 @@ class Evaluation:
         output = output if self.output is None else self.output(output)
         # Metrics compute in float32, which holds every value of the narrower formats.
         return returned, nest.map_tensors(_in_float32, output)
+
+    def _compare_parts(self, result: ShardResult) -> None:
+        """Warn of a loss and of reported values that are no means over samples, by a shard and parts of it."""
+        loss_fn, network, shard = self.loss_fn, self._pass.networks[0], result.shard
+        if loss_fn is None or not 1 < len(shard.samples) < self._pass.sizes[0]:
+            return
+        draws = Draws()
+
+        def compute_part(_: int, given: tuple[range, ShardArguments]) -> Any:
+            samples, arguments = given
+            with without_caches([loss_fn, *network.modules()]), uncompiled(), draws:
+                draws.start(samples)
+                returned = loss_fn(network, *arguments.args, **arguments.kwargs)
+                draws.end()
+            return returned
+
+        def compute() -> tuple[list[Computed], float]:
+            results = self.runner.run_parts(shard, result.given, compute_part, self._pass.observers)
+            reports = [self._report(each, each.returned) for each in results]
+            return [*map(Computed.of_report, reports)], rounded(draws, self.runner.replicas.devices[0])
+
+        differs, reported = find_no_means(compute)
+        found = {name: f"The reported value {name!r} is {what}" for name, what in reported.items()}
+        # The sums of shards are added.
+        found |= {"loss": f"`loss_fn` returns {differs}"} if differs and not is_summed(loss_fn) else {}
+        for what in found.values():
+            warnings.warn(
+                f"{what} and so is no mean over samples. What an evaluation logs is the mean over the shards, weighted "
+                "by samples, which depends on the number of shards. Pass a metric, which sees all samples; "
+                "Evaluator(..., num_shards=1) for the mean over whole batches; or, for a mean of other things than "
+                "samples, Loss(mean, weight=...) or report(..., weight=...) with their number.",
+                stacklevel=2,
+            )
 
     def _report(self, result: ShardResult, returned: Any) -> ShardReport | None:
         """Return what a shard measured, or None for a shard of weight 0, which takes no part as in an update."""

@@ -133,6 +133,7 @@ class Evaluator(Extension):
         }
         self._own_runner: InferenceRunner | None = None
         self._warned: set[str] = set()
+        self._compared = False
 
     @property
     def name(self) -> str:
@@ -209,7 +210,9 @@ class Evaluator(Extension):
             output=self.output,
             converter=self.converter,
             target=self.target,
+            compares=runner.audits and not self._compared,
         ).run(batches)
+        self._compared = True
         values: dict[str, Observed] = dict(means)
         for name, value in self.results.items():
             values.update(self._numbers(name, value))

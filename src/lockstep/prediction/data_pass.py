@@ -135,12 +135,14 @@ class DataPass:
 
     Attributes:
         networks: The replicas of the network to run, within `running`.
+        observers: Their modules, which may report values.
         sizes: The number of samples in each batch so far.
     """
 
     def __init__(self, runner: InferenceRunner, converter: Converter | None, *, name: str) -> None:
         self.runner = runner
         self.networks: list[nn.Module] = []
+        self.observers: list[Observers] = []
         self.sizes: list[int] = []
         self._converter = converter
         self._name = name
@@ -155,6 +157,7 @@ class DataPass:
             # Before the mode of the model changes, because replicas of another mode would have to be created anew.
             replicas = self.runner.prepare()
             self.networks = list(map(self.runner.network_of, replicas))
+            self.observers = [Observers({"": network}) for network in self.networks]
             with evaluation_mode(self.runner.replicas.model, replicas):
                 yield
         except BaseException as error:
@@ -177,12 +180,11 @@ class DataPass:
             ValueError: If there is no batch.
         """
         runner = self.runner
-        observers = [Observers({"": network}) for network in self.networks]
         seen = map(self._seen, batches)
         while window := list(islice(seen, runner.batches_per_run)):
             first = len(self.sizes)
             results = runner.run(
-                window, function, observers, first=first, converter=self._converter, arguments=arguments
+                window, function, self.observers, first=first, converter=self._converter, arguments=arguments
             )
             self.sizes += [batch_size(batch, runner.conversion.batch_dim) for batch in window]
             yield [(first + each.shard.batch, each) for each in results]

@@ -1,5 +1,6 @@
 """What one update does, from taking the batch to counting it."""
 
+from lockstep.updaters.attempt.other_place import without_caches as without_caches
 from lockstep.updaters.compute.clock import Clock as Clock, Stopwatch as Stopwatch
 from lockstep.updaters.compute.shard_gradients import ShardFunction as ShardFunction, ShardResult as ShardResult
 from lockstep.updaters.loss import (
@@ -31,5 +32,10 @@ from lockstep.updaters.state.recipe_fields import (
 )
 from lockstep.updaters.state.savepoint import copy_state as copy_state
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
+from lockstep.updaters.step.parts import (
+    Computed as Computed,
+    find_no_means as find_no_means,
+    rounded as rounded,
+)
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

@@ -51,7 +51,10 @@ class ObserveValue(Extension):
 
 
 class ObserveLR(Extension):
-    """Observes the learning rate of every optimizer and parameter group after an update, which is that of the next one.
+    """Observes the learning rate of every optimizer and parameter group after an update.
+
+    It is that of the next update if the updater steps the scheduler (``scheduler=``), and that of the last update where
+    a `StepScheduler` does so later.
 
     The first group of the only optimizer is ``"lr"``, that of an optimizer ``gen`` is ``"gen/lr"``, and further groups
     are ``"group1/lr"`` and so on. `LogReport` and loggers keep the last one of an interval.

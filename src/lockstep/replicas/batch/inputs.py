@@ -353,7 +353,8 @@ def count_samples(
             first, length = path, tensor.shape[dim]
         elif tensor.shape[dim] != length:
             rule = f"must hold as many samples as `{first}` ({length})"
-            raise ValueError(f"`{path}` {rule} along dimension {dim}, got {tensor.shape[dim]}.")
+            shape = f"got {tensor.shape[dim]} in a tensor of shape {tuple(tensor.shape)}"
+            raise ValueError(f"`{path}` {rule} along dimension {dim}, {shape}. `batch_dim` says which one counts them.")
     if length < 0 and paths:
         raise ValueError(
             f"`{argument}` must hold an input that is split over devices, got only inputs that are given whole. "

@@ -348,13 +348,18 @@ class Auditor:
         """The next update that is audited, as the number of updates before it; also while that one runs."""
         self._end = 0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any update is audited."""
+        return self._every != 0
+
     def restart(self, update: int) -> None:
         """Audit the next update.
 
         Args:
             update: The number of updates that are done.
         """
-        self.next = math.inf if self._every == 0 else update
+        self.next = update if self.is_on else math.inf
         self._end = update + 1
 
     def audit_again(self, update: int) -> None:

@@ -25,6 +25,7 @@ from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_o
 from lockstep.updaters.setup.batches import Conversion, Converter, batch_size
 from lockstep.updaters.setup.names import MAIN, itself
 from lockstep.updaters.step.assembly import Parts
+from lockstep.updaters.step.parts import parts_of
 
 SEED_OFFSET = 2**64
 """The distance of the seeds of forwards from those of updates, which makes their random streams different ones."""
@@ -51,6 +52,7 @@ class InferenceRunner:
         network_of: Returns the network to run, given a replica of the model.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
+        audits: Whether the updates of the updater are audited.
     """
 
     replicas: ReplicaSet
@@ -65,6 +67,7 @@ class InferenceRunner:
     create_runners: Callable[[], Sequence[ShardRunner]]
     network_of: Callable[[nn.Module], nn.Module] = itself
     runners: Sequence[ShardRunner] = ()
+    audits: bool = False
 
     @classmethod
     def of_parts(
@@ -102,6 +105,7 @@ class InferenceRunner:
             streams,
             runners_of_updater if model is None else partial(recording_runners, replicas),
             parts.networks.selector(model_name) if model is None else itself,
+            audits=engine.auditor.is_on,
         )
 
     @classmethod
@@ -217,6 +221,35 @@ class InferenceRunner:
             device_shards = conversion.shards(batches, shards, devices, first * self.shards_per_batch)
             return [[(shard, arguments(each)) for shard, each in run] for run in device_shards]
 
+        return self._run(cut, function, observers, first)
+
+    def run_parts(
+        self, shard: Shard, given: Any, function: ShardFunction, observers: Sequence[Observers]
+    ) -> list[ShardResult]:
+        """Run a function on a shard and on parts of it, on the first device.
+
+        Args:
+            shard: The shard.
+            given: Its tensors.
+            function: Called with the index of the device and a pair: the range of the samples, counted from 0, and
+                their tensors.
+            observers: The modules of each replica that may report values.
+        """
+
+        def cut() -> list[list[tuple[Shard, Any]]]:
+            devices = self.replicas.devices
+            return [parts_of(shard, given, self.conversion, devices[0]), *([] for _ in devices[1:])]
+
+        return self._run(cut, function, observers, shard.batch)
+
+    def _run(
+        self,
+        cut: Callable[[], Sequence[Sequence[Any]]],
+        function: ShardFunction,
+        observers: Sequence[Observers],
+        first: int,
+    ) -> list[ShardResult]:
+        """Run a function on the shards of all devices, again if some were left out."""
         with UpdateContext(self.replicas, training=False) as context:
             results = self._compute(cut, function, observers, first, context)
             # Shards were left out if there was an interrupt whose handler returned.

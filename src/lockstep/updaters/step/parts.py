@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,13 +18,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.nest import call_arguments
+from lockstep.plan import Shard
 from lockstep.replicas import Draws, as_real, uncompiled
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.attempt.other_place import without_caches
-from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardResult
+from lockstep.updaters.compute.shard_gradients import DeviceForwards
 from lockstep.updaters.loss import check_loss, loss_weight
+from lockstep.updaters.result import ShardReport
+from lockstep.updaters.setup.batches import Conversion
 from lockstep.updaters.step.recomputation import Recomputation
 
 MOST_PARTS: Final = 4
@@ -55,6 +58,13 @@ class Computed:
     gradient: torch.Tensor
     reported: Mapping[str, Any]
 
+    @classmethod
+    def of_report(cls, report: ShardReport | None) -> Computed:
+        """Return the loss and the values of a shard in an evaluation; None is one without weight."""
+        if report is None:
+            return cls(0.0, 0.0, torch.zeros(0), {})
+        return with_means(cls(report.loss.item(), report.weight, torch.zeros(0), report.metrics), {})
+
 
 def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext) -> None:
     """Note what shows that the loss of the audited shard is no mean over its samples, in the first audit of several.
@@ -74,28 +84,85 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     applies = audit.compares_buffers and attempt.number == 1 and audit.place[0] == audit.rank and len(samples) > 1
     if not applies or no_means is None or any(no_means) or audit.differs:
         return
-    try:
-        first, tolerance = _values(again, attempt, audit, context)
-        differs, reported = _difference(first, tolerance), _differences_of_reports(first, tolerance)
-        if not differs and not reported:
-            return
-        second, _ = _values(again, attempt, audit, context)
-    except (Exception, SystemExit):  # noqa: BLE001 - user code may refuse so few samples, or end at a loss of NaN
-        return
-    pairs = [*zip(first, second, strict=True)]
-    if differs and all(_is_equal(one, other, tolerance / 10) for one, other in pairs):
+    differs, reported = find_no_means(lambda: _values(again, attempt, audit, context))
+    if differs:
         no_means.add(differs)
     for name, what in reported.items():
-        values = [(one.reported[name][0], other.reported.get(name, (math.nan, 0))[0]) for one, other in pairs]
-        # A time, for example, is another one each time.
-        if all(str(one) == str(other) for one, other in values):
-            warnings.warn(
-                f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
-                "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
-                "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
-                "an extreme or a metric such as F1 in an Evaluator, or after the update.",
-                stacklevel=4,
-            )
+        warnings.warn(
+            f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
+            "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
+            "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
+            "an extreme or a metric such as F1 in an Evaluator, or after the update.",
+            stacklevel=4,
+        )
+
+
+def find_no_means(compute: Callable[[], tuple[Sequence[Computed], float]]) -> tuple[str, dict[str, str]]:
+    """Return what a loss is, and what reported values are by name, that are no means of those of parts of the samples.
+
+    The loss is described by an empty text if it is a mean, or if nothing is known.
+
+    Args:
+        compute: Returns the losses of some samples and of their parts, and by how much values may differ. It is called
+            once more if something differs, because what differs then, such as a time, says nothing.
+    """
+    try:
+        first, tolerance = compute()
+        differs, reported = _difference(first, tolerance), _differences_of_reports(first, tolerance)
+        if not differs and not reported:
+            return "", {}
+        second, _ = compute()
+    except (Exception, SystemExit):  # noqa: BLE001 - user code may refuse so few samples, or end at a loss of NaN
+        return "", {}
+    pairs = [*zip(first, second, strict=True)]
+
+    def is_repeated(name: str) -> bool:
+        return all(str(one.reported[name][0]) == str(other.reported.get(name, (math.nan,))[0]) for one, other in pairs)
+
+    alike = all(_is_equal(one, other, tolerance / 10) for one, other in pairs)
+    return differs if alike else "", {name: what for name, what in reported.items() if is_repeated(name)}
+
+
+def parts_of(shard: Shard, given: Any, conversion: Conversion, device: torch.device) -> list[tuple[Shard, Any]]:
+    """Return a shard and two to four parts of it, each with its samples, counted from 0, and tensors of its own.
+
+    Args:
+        shard: The shard, of at least two samples.
+        given: Its tensors. Parts are cut from them: a converter may draw others, or fill others up, for fewer samples.
+        conversion: Cuts the tensors.
+        device: The device to compute on.
+    """
+    size = len(shard.samples)
+    # Of at least two samples where there are as many: some code takes no single one.
+    number = max(2, min(MOST_PARTS, size // 2))
+    cuts = [size * part // number for part in range(number + 1)]
+    conversion = conversion.apart()
+    cut = [replace(shard, batch=0, samples=part) for part in (range(size), *map(range, cuts, cuts[1:]))]
+    # One after the other, so that each has tensors of its own, which the loss function may change in place.
+    return [(each, (each.samples, conversion.shards([given], [[each]], [device], 0)[0][0][1])) for each in cut]
+
+
+def rounded(draws: Draws, device: torch.device) -> float:
+    """Return by how much values may differ because of their rounding.
+
+    Args:
+        draws: Has seen their computation.
+        device: The device that has computed them.
+    """
+    return ROUNDED if device.type == "cpu" and not draws.in_half else ROUNDED_TO_HALF
+
+
+def with_means(computed: Computed, reports: Mapping[str, Any]) -> Computed:
+    """Return what was computed with the means of the metrics of the loss and of what was reported.
+
+    Args:
+        computed: The loss, with the sums and weights of its metrics.
+        reports: The sums and weights of what was reported.
+    """
+    pairs = {name: (float(sum_), float(weight)) for name, (sum_, weight) in {**computed.reported, **reports}.items()}
+    return replace(
+        computed, reported={name: (sum_ / (weight or 1.0), weight) for name, (sum_, weight) in pairs.items()}
+    )
 
 
 def _difference(computed: Sequence[Computed], tolerance: float) -> str:
@@ -141,18 +208,9 @@ def _values(
 ) -> tuple[list[Computed], float]:
     """Return the losses of the audited shard and of its parts, and by how much they may differ."""
     place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
-    runner, size = again.prepared.runners[place], len(shard.samples)
+    runner = again.prepared.runners[place]
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
-    # Of at least two samples where there are as many: some code takes no single one.
-    number = max(2, min(MOST_PARTS, size // 2))
-    cuts = [size * part // number for part in range(number + 1)]
-    parts = [range(size), *map(range, cuts, cuts[1:])]
-    # Cut from the tensors of the shard: a converter may draw others, or fill others up, for fewer samples.
-    conversion = again.conversion.apart()
-    cut = [replace(shard, batch=0, samples=part) for part in parts]
-    # One after the other, so that each has tensors of its own, which the loss function may change in place.
-    work = [(each, (each.samples, conversion.shards([given], [[each]], [runner.device], 0)[0][0][1])) for each in cut]
-
+    work = parts_of(shard, given, again.conversion, runner.device)
     of_all: list[float] = []
 
     def loss_of(_: int, each: tuple[range, Any]) -> Computed:
@@ -179,17 +237,7 @@ def _values(
                 runner.buffers.restore()
 
     again.run(compute, attempt, context)
-    exact = runner.device.type == "cpu" and not draws.in_half
-    return [*map(_with_means, task.results)], ROUNDED if exact else ROUNDED_TO_HALF
-
-
-def _with_means(result: ShardResult) -> Computed:
-    """Return what was computed with the means of what was reported, and of the metrics of the loss."""
-    computed: Computed = result.returned
-    sums = {**computed.reported, **result.reports}
-    pairs = {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
-    means = {name: (total / (weight or 1.0), weight) for name, (total, weight) in pairs.items()}
-    return replace(computed, reported=means)
+    return [with_means(each.returned, each.reports) for each in task.results], rounded(draws, runner.device)
 
 
 def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Parameter]) -> torch.Tensor:

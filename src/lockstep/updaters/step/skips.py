@@ -164,8 +164,9 @@ class SkippedUpdates:
                 )
         if math.isfinite(skipped.loss):
             return (
-                "The loss is finite, so the gradient overflowed in backward: lower the loss scale, if there is one. "
-                "While a dynamic loss scale adapts, a few skipped updates are usual."
+                "The loss is finite, so the gradient overflowed in backward, or a function has no finite derivative, "
+                "such as a root at 0 or one whose limit an infinity in the batch reaches: lower the loss scale, if "
+                "there is one. While a dynamic loss scale adapts, a few skipped updates are usual."
             )
         return (
             "The weights are finite, so the batch or the loss function is the reason: with on_exhausted='raise' the "
