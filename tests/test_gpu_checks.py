@@ -61,10 +61,11 @@ EVERYWHERE = ["MLP, S = 4, fp32", "convnet, S = 4, bf16-true", "checkpointing, S
 @pytest.mark.parametrize(
     ("call", "only", "count"),
     [
-        (
+        pytest.param(
             "bits",
             ["_version", *EVERYWHERE, "fp16-true overflows", "beside a CPU", "stale replica", "for a CPU", "self-test"],
             12,
+            marks=pytest.mark.slow,
         ),
         ("streams", ["side stream", "without a kernel", "ReplicaGroup", "DataParallel", "memory"], 5),
     ],
@@ -94,6 +95,7 @@ def check_that_all_hold(
     return head
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 @pytest.mark.usefixtures("spawned_by_forks")
 def test_cores_gives_one_digest_on_one_core_and_two(programs: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: 
     assert re.fullmatch("[0-9a-f]{64}", printed["torchrun"])
 
 
+@pytest.mark.slow
 def test_two_processes_change_the_loss_of_ddp_and_not_that_of_lockstep(tmp_path: Path) -> None:
     (program,) = programs_of("get-started/compare.md")
     (tmp_path / "compare.py").write_text(program, encoding="utf-8")

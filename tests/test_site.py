@@ -100,6 +100,7 @@ def test_the_pages_that_the_source_names_exist() -> None:
     assert [page for page in sorted(named) if not (DOCS.parent / page).exists()] == []
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinxarg"):
         pytest.importorskip(each)

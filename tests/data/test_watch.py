@@ -113,6 +113,7 @@ next(ls.BatchIterator(list(range(8)), 2, num_workers=1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell which processes there are")
 def test_a_worker_whose_process_is_killed_as_it_starts_ends_too(tmp_path: Path) -> None:
     script = tmp_path / "orphaned.py"

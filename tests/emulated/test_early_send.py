@@ -119,10 +119,9 @@ def _in_all_cuts(communicator: ls.ProcessCommunicator, devices: Sequence[str], n
     return [train(communicator, devices, num_shards, cut) for cut in CUTS]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("devices", [ONE, TWO], ids=["one", "two"])
-@pytest.mark.parametrize("num_shards", [8, 11])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"])
+@pytest.mark.parametrize("num_shards", [pytest.param(8, marks=pytest.mark.slow), 11])
 def test_any_ranks_devices_and_cuts_give_the_bits_of_one_process(
     size: int, devices: tuple[str, ...], num_shards: int
 ) -> None:
@@ -148,7 +147,7 @@ def _in_other_ways(communicator: ls.ProcessCommunicator) -> dict[str, Seen]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_other_ways_and_devices_give_the_bits_of_one_process(size: int) -> None:
     expected = train(None, ["cpu"], 11).end
     for seen in on_ranks(_in_other_ways, size):
@@ -178,9 +177,8 @@ def alone() -> dict[str, str]:
     return {what: disturbed(what)["end"] for what in WHATS}
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("devices", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"])
 def test_what_was_not_predicted_is_computed_again(size: int, devices: tuple[str, ...], alone: dict[str, str]) -> None:
     for rank in on_ranks(_disturbed, size, devices):
         assert rank.pop("races") == []

@@ -150,12 +150,12 @@ def test_a_converter_of_yours_is_called_early_if_you_say_so(converter: Any, copy
 @pytest.mark.parametrize(
     "options",
     [
-        {"devices": ("emulated:2",)},
-        {"devices": ("emulated:1", "emulated:1")},
+        pytest.param({"devices": ("emulated:2",)}, marks=pytest.mark.slow),
+        pytest.param({"devices": ("emulated:1", "emulated:1")}, marks=pytest.mark.slow),
         {"devices": ("emulated:2", "cpu")},
-        {"devices": ("cpu", "emulated:2")},
+        pytest.param({"devices": ("cpu", "emulated:2")}, marks=pytest.mark.slow),
         {"accumulate": 2},
-        {"split": "strided"},
+        pytest.param({"split": "strided"}, marks=pytest.mark.slow),
         {"workloads": [3.0, 1.0]},
     ],
     ids=str,

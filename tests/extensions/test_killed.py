@@ -47,7 +47,11 @@ def kill_in_training(out: Path, source: str) -> None:
 
 @pytest.mark.parametrize(
     ("source", "elsewhere"),
-    [("iterator", ["-n", "2"]), ("parts", ["-n", "2"]), pytest.param("loader", [], marks=pytest.mark.slow)],
+    [
+        pytest.param("iterator", ["-n", "2"], marks=pytest.mark.slow),
+        ("parts", ["-n", "2"]),
+        pytest.param("loader", [], marks=pytest.mark.slow),
+    ],
 )
 def test_kill_and_resume_elsewhere(tmp_path: Path, source: str, elsewhere: list[str]) -> None:
     if source == "loader" and importlib.util.find_spec("torchdata") is None:

@@ -56,7 +56,11 @@ def check_resumed(reference: Reference, name: str, stopped: int, place: Place, *
     assert {path: files[path] for path in written} == written
 
 
-@pytest.mark.parametrize(("name", "stopped", "place"), SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "stopped", "place"),
+    [*SAMPLE[::2], *(pytest.param(*each, marks=pytest.mark.slow) for each in SAMPLE[1::2])],
+    ids=str,
+)
 def test_a_sample_of_stopped_runs(reference: Reference, name: str, stopped: int, place: int, tmp_path: Path) -> None:
     check_resumed(reference, name, stopped, PLACES[place], out=tmp_path, updates=SAMPLE_UPDATES)
 

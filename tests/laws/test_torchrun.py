@@ -53,6 +53,7 @@ train(MLP, num_shards=5)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_vector_width_is_refused_with_the_field_named(tmp_path: Path) -> None:
     here = torch.backends.cpu.get_cpu_capability()
     if here not in ("AVX2", "AVX512"):

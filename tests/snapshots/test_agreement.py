@@ -58,9 +58,8 @@ def found(out: Path) -> list[tuple[int, int]]:
     return [(each.update, each.ranks) for each in list_snapshots(out)]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("keep", [1, 9])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("keep", [1, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_flipped_bit_does_not_come_back(tmp_path: Path, rank: int, keep: int) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     run_at(Place(1, 1, 0), "adamw", whole, 12)

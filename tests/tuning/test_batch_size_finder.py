@@ -50,7 +50,7 @@ def test_the_size_doubles_until_memory_does_not_suffice() -> None:
     assert (result.largest, result.suggestion, result.limited_by) == (64, 64, "memory")
 
 
-@pytest.mark.parametrize("most", [16, 17, 20, 23, 31])
+@pytest.mark.parametrize("most", [17, 31, *(pytest.param(each, marks=pytest.mark.slow) for each in (16, 20, 23))])
 def test_bisection_finds_the_largest_multiple_of_the_shards(most: int) -> None:
     result = searched(most, mode="binsearch", margin=0.0)
     assert result.largest == result.suggestion == 4 * most
@@ -176,7 +176,7 @@ def _search_on_ranks(communicator: Communicator, where: str) -> tuple[Any, str, 
     return *run(search=True), expected
 
 
-@pytest.mark.parametrize("where", ["shard", "step"])
+@pytest.mark.parametrize("where", ["shard", pytest.param("step", marks=pytest.mark.slow)])
 def test_memory_has_to_suffice_on_all_ranks(where: str) -> None:
     (first, *digests), (second, *others) = run_on_ranks(_search_on_ranks, 2, where)
     assert sizes(first)[:4] == [(8, 2, True), (16, 4, True), (32, 8, True), (64, 16, False)]

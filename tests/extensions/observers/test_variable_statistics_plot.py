@@ -47,6 +47,7 @@ def test_the_points_are_those_of_all_elements(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"statistics.png"}
 
 
+@pytest.mark.slow
 def test_placements_and_resumed_runs_have_the_same_points(tmp_path: Path) -> None:
     def plot() -> VariableStatisticsPlot:
         return VariableStatisticsPlot(trigger=EACH, max_points=3)

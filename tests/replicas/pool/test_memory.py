@@ -33,6 +33,7 @@ print((after - before) / 20, keep_freed_memory())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only the C library of Linux is asked")
 def test_an_update_finds_the_memory_of_the_last_one() -> None:
     # Started anew: a fork would copy the pages that it has in common with others.

@@ -238,6 +238,7 @@ def work(make: Callable[[], Any]) -> tuple[str, int]:
     return "", updater.iteration
 
 
+@pytest.mark.slow
 def test_each_rank_looks_at_its_own_devices() -> None:
     for text, updates in ls.launch(partial(work, attribute_of_a_criterion), num_processes=2):
         assert "share" in text

@@ -156,11 +156,12 @@ def test_damage_between_two_ranks_is_found_and_named() -> None:
     check(10, 2)
 
 
+@pytest.mark.slow
 def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> None:
     check(10, 3, 2)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@pytest.mark.parametrize("compression", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
     check(10, 2, compression=compression)
 

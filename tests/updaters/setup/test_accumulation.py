@@ -66,7 +66,7 @@ def test_a_loop_of_updaters_with_fixed_numbers_gives_the_same_bits() -> None:
         assert state_digest(other) != expected
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULE, by_function])
+@pytest.mark.parametrize("schedule", [pytest.param(SCHEDULE, marks=pytest.mark.slow), by_function])
 def test_placements_and_resumed_runs_have_the_same_bits(schedule: Any) -> None:
     found = set()
     for placement in (ONE, Placement(2), Placement(3, (1, 2, 5))):
@@ -111,6 +111,7 @@ def evaluated(
         return state_digest(updater), seen
 
 
+@pytest.mark.slow
 def test_evaluations_and_resumed_runs_on_other_ranks_have_the_same_bits(tmp_path: Path) -> None:
     alone = ls.LocalCommunicator()
     expected, epochs = evaluated(alone, str(tmp_path / "whole"), 1, 9, None)
