@@ -71,10 +71,10 @@ def on_ranks(communicator: Communicator) -> dict[str, list[str]]:
     return {name: trained(2, communicator=communicator, **options) for name, options in CASES.items()}
 
 
-def test_the_ranks_do_not_matter() -> None:
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_ranks_do_not_matter(size: int) -> None:
     expected = {name: trained(1, **options) for name, options in CASES.items()}
-    for size in (2, 3):
-        assert run_on_ranks(on_ranks, size) == [expected] * size
+    assert run_on_ranks(on_ranks, size) == [expected] * size
 
 
 def gradients_of_one_device(model: nn.Module, batch: Any) -> tuple[float, list[torch.Tensor]]:

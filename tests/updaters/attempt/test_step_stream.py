@@ -135,7 +135,12 @@ def trained(name: str, devices: int = 1, *, start: int = 0, resumed: bool = Fals
     return ls.digest(updater.get_all_models()["main"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+DAILY = ("Langevin dynamics", "a post-hook", "tensor hooks and the step", "GradientNoise on one of ours")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in DAILY else pytest.param(each, marks=pytest.mark.slow) for each in OPTIMIZERS]
+)
 def test_neither_place_nor_generator_nor_a_resume_matters(name: str) -> None:
     usual = trained(name)
     assert trained(name, start=7) == usual
