@@ -285,7 +285,10 @@ def test_an_error_leaves_the_iterator_where_it_was(bad: int) -> None:
 
 def test_an_error_of_an_iterator_is_no_quiet_end() -> None:
     batches = IterableBatches(iter(Flaky(2)))
+    assert batches.epoch == 0
     next(batches)
+    next(batches)
+    assert batches.epoch == 0
     with pytest.raises(OSError, match="batch 2"):
         next(batches)
     with pytest.raises(OrderError, match="`source` raised an error, and an iterator cannot be restarted"):
@@ -488,7 +491,7 @@ def test_nothing_is_read_early_that_no_worker_loads_in_advance() -> None:
     source = IterableBatches(batches)
     source.peek()
     assert source.peek_early(1) is None
-    assert read == [0, 1]  # the second one tells whether the first was the last
+    assert read == [0]
     assert source.peek_early(1, always=True) == 1
     assert source.peek(1) == 1
     assert source.peek_early(0) == 0
@@ -519,15 +522,68 @@ def test_an_error_of_reading_early_is_raised_once_where_the_batch_is_used() -> N
         raise ValueError("no third batch")
 
     source = IterableBatches(batches())
-    source.peek()
-    assert source.peek_early(1, always=True) is None
+    source.peek(1)
+    assert source.peek_early(2, always=True) is None
     assert source.peek() == 0
     with pytest.raises(ValueError, match="no third batch"):
-        source.peek(1)
+        source.peek(2)
     with pytest.raises(ls.OrderError, match="cannot be restarted"):
-        source.peek(1)
+        source.peek(2)
 
 
 def test_a_list_of_samples_is_the_same_object_every_time() -> None:
     source = IterableBatches([[1, 2], [3]], batches_of="samples")
     assert source.peek() is source.peek()
+
+
+def test_a_stream_may_read_what_the_last_update_has_left_and_fill_one_tensor_again() -> None:
+    weights, filled, seen = [0], torch.zeros(1), []
+
+    def stream() -> Iterator[torch.Tensor]:
+        while True:
+            yield filled.fill_(weights[0])
+
+    source = IterableBatches(stream)
+    for update in range(1, 5):
+        seen.append(source.peek().item())
+        weights[0] = update
+        source.advance()
+        assert not (source.is_new_epoch if update % 2 else source.epoch)
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_end_of_an_epoch_shows_when_it_is_asked_for(*, asks: bool) -> None:
+    source = IterableBatches(lambda: iter([torch.zeros(1), torch.ones(1)]))
+    found = []
+    for _ in range(4):
+        source.advance()
+        if asks:
+            found.append(source.is_new_epoch)
+    assert found == [False, True] * 2 * asks
+    assert (source.epoch, source.is_new_epoch, source.state_dict()["position"]) == (2, True, 0)
+
+
+def test_a_state_that_was_saved_where_the_source_failed_goes_on_at_the_end_of_the_epoch() -> None:
+    fails = True
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.zeros(1)
+        yield torch.ones(1)
+        if fails:
+            raise OSError("lost")
+
+    source = IterableBatches(batches)
+    source.advance(2)
+    assert not source.is_new_epoch
+    state = source.state_dict()
+    fails = False
+    resumed = IterableBatches(batches)
+    resumed.load_state_dict(state)
+    with pytest.warns(ls.ReplayWarning):
+        assert resumed.peek() == 0
+    assert (resumed.epoch, resumed.is_new_epoch) == (1, True)
+    with pytest.raises(OSError, match="lost"):
+        source.peek()
+    with pytest.warns(ls.ReplayWarning):
+        assert source.peek() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias, final, get_args
@@ -142,8 +143,11 @@ class IterableBatches(Iterator):
     has one epoch and is then at its end. Progress is counted in batches: ``epoch_detail`` has fractions if the
     iterable has a ``len()``, which must be correct, and otherwise counts completed epochs.
 
-    From an iterable without a length, one batch is read in advance, so that the end of an epoch is known when it
-    is reached. To hide a length that is only an estimate, pass a function: ``lambda: loader``.
+    In an iterable without a length, the end of an epoch shows when the next batch is read. That happens when you ask
+    how far the iterator has come, as a `Trainer` does after each update, or for the next batch; not before an update is
+    applied. So a generator may compute a batch by the weights of the last update, or fill one tensor again and again. A
+    signal that ends the run waits for this batch. To hide a length that is only an estimate, pass a function:
+    ``lambda: loader``.
 
     The state is the position: the epoch, and the number of batches passed in it. An iterable with ``state_dict``
     and ``load_state_dict`` (such as torchdata's ``StatefulDataLoader``) also saves its own state, which is read
@@ -197,8 +201,9 @@ class IterableBatches(Iterator):
         self._ahead: deque[tuple[Any, SourceCursor]] = deque()
         self._cursor = SourceCursor()
         self._stream: PythonIterator[Any] | None = None
-        # The batch that shows that an epoch goes on.
+        # The batch that shows that an epoch goes on, and whether the last batch that was read may end one.
         self._lookahead: list[Any] = []
+        self._may_end = False
         self._started = self._resumes = False
         self._broken = False
         self._early_error: Exception | None = None
@@ -219,13 +224,20 @@ class IterableBatches(Iterator):
         """
         check_integer("ahead", ahead, minimum=0)
         while len(self._ahead) <= ahead:
+            if self._early_error is not None:
+                error, self._early_error = self._early_error, None
+                try:
+                    raise error
+                finally:
+                    # Its traceback holds this frame, and what the source held.
+                    del error
+            with self._reading():
+                self._look_ahead()
             # Before reading, which would start another epoch.
             if self._end.epoch > 0 and not self.repeat:
                 raise StopIteration
-            error, self._early_error = self._early_error, None
-            if error is not None:
-                raise error
-            self._read()
+            with self._reading():
+                self._read()
         batch, cursor = self._ahead[ahead]
         if self.batches_of == "samples":
             batch = _samples(batch)
@@ -243,9 +255,13 @@ class IterableBatches(Iterator):
 
         No epoch starts early, because its start may draw random numbers, and you may change the source before it.
         """
-        if len(self._ahead) == ahead and (self._end.position == 0 or not (always or self._has_workers)):
+        if len(self._ahead) == ahead and not (always or self._has_workers):
             return None
         try:
+            with self._reading():
+                self._look_ahead()
+            if len(self._ahead) == ahead and self._end.position == 0:
+                return None
             return self.peek(ahead) if len(self._ahead) >= ahead else None
         except Exception as error:  # noqa: BLE001 - raised by `peek` when the batch is used
             if len(self._ahead) == ahead:
@@ -274,12 +290,18 @@ class IterableBatches(Iterator):
     @property
     def epoch(self) -> int:
         """The number of completed epochs."""
-        return self._cursor.epoch
+        return self._settled().epoch
 
     @property
     def epoch_detail(self) -> float:
         """The number of completed epochs, plus the fraction of the current one if its length is known."""
-        return self._cursor.epoch + self._cursor.position / (self._num_batches or float("inf"))
+        return self._settled().epoch + self._cursor.position / (self._num_batches or float("inf"))
+
+    @property
+    def is_new_epoch(self) -> bool:
+        """Whether the last advance reached the end of an epoch."""
+        self._settled()
+        return self._is_new_epoch
 
     def reset(self) -> None:
         """Return to the first batch of epoch 0, by iterating over the source anew.
@@ -305,7 +327,7 @@ class IterableBatches(Iterator):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the iterator, with the state of the source if it has one."""
         return {
-            "epoch": self._cursor.epoch,
+            "epoch": self._settled().epoch,
             "position": self._cursor.position,
             **self._last_advance(),
             "source": self._cursor.state,
@@ -356,6 +378,8 @@ class IterableBatches(Iterator):
             self._early_error = None
             self._ahead.clear()
             self._stop()
+            # It is not known if the state was saved after an error of the source.
+            self._may_end = self._num_batches is None and cursor.position > 0
         self._cursor = cursor
 
     def _stop(self) -> None:
@@ -363,38 +387,68 @@ class IterableBatches(Iterator):
         self._stream = None
         self._lookahead.clear()
 
-    def _read(self) -> None:
-        """Read the batch after those that have been read; after an error the next call starts again at this batch."""
+    @contextmanager
+    def _reading(self) -> PythonIterator[None]:
+        """Read within the ``with`` block; after an error the next call starts again at the batch that raised it."""
         if self._broken:
             remedy = "Create a new one, or pass a function that does."
             raise OrderError(f"`source` raised an error, and an iterator cannot be restarted. {remedy}")
         try:
-            self._ahead.append(self._after(self._end))
+            yield
         except BaseException:
             # A generator that has raised is finished: its end must not pass for the end of the epoch.
             self._broken = self._one_shot and self._started and self._resumable is None
             self._stop()
             raise
 
-    def _after(self, start: SourceCursor) -> tuple[Any, SourceCursor]:
-        """Read the batch after a cursor, and the next one if it may not exist."""
+    def _read(self) -> None:
+        """Read the batch after those that have been read."""
+        start = self._end
         stream = self._start(start) if self._stream is None else self._stream
         batch = self._lookahead.pop() if self._lookahead else next(stream, _END)
         if batch is _END:
             raise ValueError(f"`source` must hold {self._expected(start)}, got {start.position}.")
-        position = start.position + 1
         # The state is read before the next batch is, after which it would be one batch too far.
-        cursor = SourceCursor(start.epoch, position, self._source_state())
-        if self._num_batches is not None and position < self._num_batches:
-            return batch, cursor
+        cursor = SourceCursor(start.epoch, start.position + 1, self._source_state())
+        if cursor.position == self._num_batches:
+            cursor = self._following(cursor)
+        self._ahead.append((batch, cursor))
+        self._may_end = self._num_batches is None
+
+    def _following(self, cursor: SourceCursor) -> SourceCursor:
+        """Read the batch after a cursor; return the cursor, or that of the next epoch if there is no such batch."""
+        stream = self._start(cursor) if self._stream is None else self._stream
         following = next(stream, _END)
         if following is _END:
             self._stream = None
-            return batch, SourceCursor(start.epoch + 1, 0, self._source_state())
+            return SourceCursor(cursor.epoch + 1, 0, self._source_state())
         if self._num_batches is not None:
-            raise ValueError(f"`source` must hold {self._expected(start)}, got more.")
+            raise ValueError(f"`source` must hold {self._expected(cursor)}, got more.")
         self._lookahead.append(following)
-        return batch, cursor
+        return cursor
+
+    def _look_ahead(self) -> None:
+        """Find out whether the last batch that was read has ended an epoch, by reading the next one."""
+        if not self._may_end:
+            return
+        cursor = self._following(self._end)
+        self._may_end = False
+        if self._ahead:
+            self._ahead[-1] = self._ahead[-1][0], cursor
+        else:
+            self._is_new_epoch |= cursor.epoch > self._cursor.epoch
+            self._cursor = cursor
+
+    def _settled(self) -> SourceCursor:
+        """Return the current cursor, after finding out whether an epoch has ended; an error is raised by `peek`."""
+        # After an error the source is not started anew for a question.
+        if not self._ahead and self._stream is not None:
+            try:
+                with self._reading():
+                    self._look_ahead()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._early_error = error
+        return self._cursor
 
     def _start(self, start: SourceCursor) -> PythonIterator[Any]:
         """Start an iteration at a cursor."""

@@ -480,15 +480,16 @@ class Committer:
         # Not in place: `count_or_undo` keeps the old value, which may be a tensor.
         training.num_applied = training.num_applied + applied
         iterator = training.iterators[MAIN]
-        previous_epoch = iterator.epoch
+        # Not asked for otherwise, because an iterable without a length reads the next batch for it.
+        counts_epochs = training.carried is not None or self._counting
+        previous_epoch = iterator.epoch if counts_epochs else 0
         late_errors: list[BaseException] = []
         for name, batches in consumed.items():
             try:
                 training.iterators[name].advance(batches)
             except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
                 late_errors.append(error)
-        new_epochs = iterator.epoch - previous_epoch
-        if new_epochs:
+        if counts_epochs and (new_epochs := iterator.epoch - previous_epoch):
             if training.carried is not None:
                 training.carried.start_epoch()
             for optimizer in self._counting:
