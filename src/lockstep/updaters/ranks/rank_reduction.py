@@ -15,7 +15,7 @@ from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt.attempt import Attempt, Described
 from lockstep.updaters.attempt.audit import Exchange
 from lockstep.updaters.compute.clock import workloads_of
-from lockstep.updaters.compute.shares import ShardAssignment
+from lockstep.updaters.compute.shares import RankWorkloads
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
@@ -57,15 +57,10 @@ class RankReduction:
         self._batches: list[Described] = []
         self.may_move = may_move
         """Whether shards may still move to other devices; they do so once."""
-        self._assign(workloads)
-
-    def _assign(self, workloads: Sequence[Sequence[float]]) -> None:
-        # Replaced as a whole and compared by value: `share_of` caches its results by this assignment.
-        rank, known = self._communicator.rank, tuple(map(tuple, workloads))
-        self.assignment = ShardAssignment(known[:rank], known[rank + 1 :])
-        """The devices of the other ranks, as of the last exchange."""
-        self.workloads = known[rank]
-        """The workloads of this rank's devices, as the other ranks know them."""
+        self.rank = communicator.rank
+        """The rank of this process."""
+        self.workloads: RankWorkloads = tuple(map(tuple, workloads))
+        """The workloads of the devices of all ranks, as of the last exchange."""
 
     def start_attempt(self, attempt: Attempt, update: int) -> None:
         """Record that the shards of an attempt are about to be computed, and describe its batches.
@@ -184,7 +179,7 @@ class RankReduction:
         # A rank that has repeated an attempt knows its speeds earlier than the others.
         steady = len(speeds) < len(reports)
         if not steady:
-            self._assign(workloads_of(speeds))
+            self.workloads = tuple(map(tuple, workloads_of(speeds)))
             self.may_move = False
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))

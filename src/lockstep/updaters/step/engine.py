@@ -32,7 +32,7 @@ from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
 from lockstep.updaters.compute.prepared_model import PreparedModel, without_gradients
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
-from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
+from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks.rank_reduction import RankReduction
@@ -58,7 +58,6 @@ from lockstep.updaters.step.next_batches import NextBatches
 from lockstep.updaters.step.parts import compare_parts
 from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
 
-LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
@@ -114,7 +113,7 @@ class GradientEngine:
         self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
         self.conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
-        self.ranks = ranks
+        self.ranks, self._rank = ranks, 0 if ranks is None else ranks.rank
         self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
@@ -241,9 +240,8 @@ class GradientEngine:
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
         if not self.auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
             return None
-        rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
-        audit = self.auditor.choose(everywhere, rank, update, movable=not may_draw(attempt.batches))
+        audit = self.auditor.choose(everywhere, self._rank, update, movable=not may_draw(attempt.batches))
         carried = () if self.training.carried is None else self.training.carried.names
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
@@ -548,16 +546,14 @@ class GradientEngine:
     @property
     def num_devices(self) -> int:
         """The number of devices of all ranks."""
-        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
-        return assignment.num_devices(len(self.replicas.devices))
+        return len(self.replicas.devices) if self.ranks is None else sum(map(len, self.ranks.workloads))
 
     def share(self, sizes: Sequence[int], num_shards: int | None = None) -> RankShare:
         """Return the shards of batches of these sizes that this process computes; by default as many as in updates."""
         # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
-        own = self.replicas.workloads if self.ranks is None else self.ranks.workloads
-        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
+        workloads = (tuple(self.replicas.workloads),) if self.ranks is None else self.ranks.workloads
         strided = self.recipe.split == "strided"
-        return share_of(assignment, tuple(sizes), num_shards or self.recipe.num_shards, tuple(own), strided)
+        return share_of(workloads, self._rank, tuple(sizes), num_shards or self.recipe.num_shards, strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Return the samples of a batch that this process computes, if all batches of the update have this size.

@@ -21,7 +21,7 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.prepared_model import recording_runners
 from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardFunction, ShardResult
-from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
+from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.setup.batches import Conversion, Converter, batch_size
 from lockstep.updaters.setup.names import MAIN, itself
 from lockstep.updaters.step.assembly import Parts
@@ -134,14 +134,13 @@ class InferenceRunner:
         policy = parse_precision(_held_precision(model) if precision is None else precision)
         policy.check_model(model)
         replicas = ReplicaSet(model, [_device_of(model)] if devices is None else devices)
-        rank, size = communicator.rank, communicator.size
-        own = (1.0,) * len(replicas.devices)
-        counts = [1] * size if devices is None or size == 1 else communicator.gather_objects(len(own))
-        workloads = [(1.0,) * count for count in counts]
-        assignment = ShardAssignment(tuple(workloads[:rank]), tuple(workloads[rank + 1 :]))
+        own = len(replicas.devices)
+        is_alone = devices is None or communicator.size == 1
+        counts = [own] * communicator.size if is_alone else communicator.gather_objects(own)
+        workloads = tuple((1.0,) * count for count in counts)
 
         def share(sizes: Sequence[int]) -> RankShare:
-            return share_of(assignment, tuple(sizes), num_shards or 1, own, strided=False)
+            return share_of(workloads, communicator.rank, tuple(sizes), num_shards or 1, strided=False)
 
         return cls(
             replicas,
@@ -150,7 +149,7 @@ class InferenceRunner:
             Conversion(converter, 0, SEED_OFFSET + seed),
             SEED_OFFSET + seed,
             num_shards or 1,
-            assignment.num_devices(len(own)),
+            sum(counts),
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
             partial(recording_runners, replicas),
