@@ -20,7 +20,6 @@ from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameter
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.state.carried import CarriedValues
-from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.state.sharding import ShardedState
 from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
@@ -43,7 +42,7 @@ class TrainingState:
         carried: The values that are carried from batch to batch, if there are any.
         sharded: The parts of the state of optimizers that this rank holds where the ranks share it out, by name.
         mode_was_changed: Whether `ensure_training_mode` has warned.
-        settings: The settings of the parts as they were when the run was set up.
+        settings: What `settings_of` returned when the run was set up.
         unsaved: Warns of what optimizers remember and no state holds.
     """
 
@@ -59,24 +58,11 @@ class TrainingState:
     carried: CarriedValues | None = None
     sharded: dict[str, ShardedState] = field(default_factory=dict)
     mode_was_changed: bool = False
-    settings: RecipeFields = field(init=False)
+    settings: dict[str, Any] = field(init=False)
     unsaved: UnsavedState = field(init=False)
 
     def __post_init__(self) -> None:
-        # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
-        self.settings = self.current_settings()
         self.unsaved = UnsavedState(self.optimizers.values())
-
-    def current_settings(self) -> RecipeFields:
-        """Describe the settings of the parts as they are now."""
-        return settings_of(
-            self.scale.value,
-            models=self.models,
-            iterators=self.iterators,
-            optimizers=self.optimizers,
-            schedulers=self.schedulers,
-            carried=self.carried,
-        )
 
     def ensure_training_mode(self) -> None:
         """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.

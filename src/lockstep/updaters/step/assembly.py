@@ -28,6 +28,7 @@ from lockstep.updaters.setup.names import (
 )
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried, CarriedValues
+from lockstep.updaters.state.recipe_fields import settings_of
 from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.checks import (
     check_fit,
@@ -136,6 +137,8 @@ def assemble(
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
+    # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
+    training.settings = settings_of(training)
     # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
