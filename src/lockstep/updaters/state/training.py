@@ -20,7 +20,6 @@ from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameter
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.state.carried import CarriedValues
-from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.state.sharding import ShardedState
 from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
 
@@ -189,7 +188,7 @@ class TrainingState:
             if not is_lazy(tensor):
                 found[name] = tensor
                 names[tensor] = name
-        for masters in self._all_masters():
+        for masters in self.all_masters():
             found.update({f"the master of {name}": master for name, master in masters.named(model).items()})
         for optimizer in self.optimizers.values():
             state: dict[Any, Any] = optimizer.state
@@ -204,19 +203,10 @@ class TrainingState:
         # order.
         return {name: found[name] for name in sorted(found)}
 
-    def _all_masters(self) -> list[MasterWeights]:
+    def all_masters(self) -> list[MasterWeights]:
         """List the master weights of all optimizers, including those that optimizers hold themselves."""
         held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
         return [each for each in held if each is not None]
-
-    def save(self) -> Savepoint:
-        """Copy everything that steps may change."""
-        self.unsaved.check()
-        stateful = [*self.schedulers.values(), *self.step_hooks().values()]
-        masters, sharded = self._all_masters(), self.sharded.values()
-        return Savepoint(
-            self.replicas.model, self.optimizers.values(), stateful, masters, sharded, carried=self.carried
-        )
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

@@ -29,6 +29,7 @@ from lockstep.updaters.attempt.deferred import Deferral
 from lockstep.updaters.attempt.step_stream import StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
@@ -315,7 +316,7 @@ class Committer:
                 self.note(names, attempt)
             if len(names) > 1:
                 # One optimizer cannot take its step back, so the state is copied first. A single one saves this copy.
-                savepoint = self._training.save()
+                savepoint = Savepoint(self._training)
             applied = attempt.applied
             late_errors = [] if applied is False else self._apply(names, attempt, settings)
             if savepoint is None:

@@ -22,6 +22,7 @@ from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -109,7 +110,7 @@ class CustomStep:
             batch = next(iter(engine.next_batches(0)))
         scale = training.scale
         # Also kept in the context: parameters that get their shapes inside the update are added to it.
-        context.savepoint = savepoint = training.save()
+        context.savepoint = savepoint = Savepoint(training)
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
             # The step function itself may draw random numbers. They come from a stream of this update, so that a
@@ -309,7 +310,7 @@ class CustomStep:
             state.undo_change()
             return use(self._final_attempt(attempt.request, (name,), batch, context))
 
-        savepoint = self._training.save()
+        savepoint = Savepoint(self._training)
         try:
             known.append((use(attempt), seals()))
             self._committer.step_with_closure(name, closure)
