@@ -188,15 +188,7 @@ class RankReduction:
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""
-        own = []
-        for each in found:
-            samples = each.samples.start, each.samples.stop, each.samples.step
-            own.append([each.shard, each.batch, samples, each.loss, each.parameter])
-        return [
-            NonFiniteShard(shard, batch, range(*samples), loss, parameter)
-            for rows in self._communicator.exchange_json(own)
-            for shard, batch, samples, loss, parameter in rows
-        ]
+        return [each for shards in self._communicator.gather_objects(found) for each in shards]
 
 
 def join_ranks(
