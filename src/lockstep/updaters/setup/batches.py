@@ -73,19 +73,15 @@ def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
     Raises:
         SignalExit: If a signal ends the run.
     """
-    batches: list[Any] = []
     # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
     STOP.waits = True
     try:
         if STOP.received:
             STOP.end_wait()
-        for position in ahead:
-            batches.append(iterator.peek(position))  # noqa: PERF401 - what came first is kept
-    except StopIteration:
-        pass
+        # The map ends where `peek` raises StopIteration, and what came first is kept.
+        return list(map(iterator.peek, ahead))
     finally:
         STOP.waits = False
-    return batches
 
 
 def may_draw(batches: Sequence[Any]) -> bool:
