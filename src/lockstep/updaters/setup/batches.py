@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -397,27 +398,20 @@ class Conversion:
                 "0" if nest.is_record(batch) else "",
             )
 
-        def rows(tensor: torch.Tensor) -> torch.Tensor:
-            if own:
-                tensor = own.get(tensor, tensor)
-            mine = tensor if len(part) == tensor.size(0) else _strided(tensor)[part.start : part.stop : part.step]
-            # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
-            return copy_to_device(_counted_apart(mine if part.step == 1 else mine.contiguous()), device)
+        each_dim = repeat(0) if dims == 0 else iter(_dims(batch, dims)[2])
 
-        if dims == 0:
-            return nest.map_tensors(rows, batch)
-        each_dim = iter(_dims(batch, dims)[2])
-
-        def along(tensor: torch.Tensor) -> torch.Tensor:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
             dim, tensor = next(each_dim), own.get(tensor, tensor)
-            if dim is not None:
-                # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the
-                # first dimension has.
-                part_of = (slice(None),) * dim + (slice(part.start, part.stop, part.step),)
-                tensor = _strided(tensor)[part_of].contiguous()
+            # Rows that are all rows need no cut, and may be those of a sparse or nested tensor.
+            if dim is not None and not (dims == 0 and len(part) == tensor.size(0)):
+                tensor = _strided(tensor)[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)]
+            # Contiguous where a part is not adjacent, so that a shard has the strides of a tensor of its size: kernels
+            # may round differently for others, and the bits must not depend on how shards are cut.
+            if dim is not None and not (dims == 0 and part.step == 1):
+                tensor = tensor.contiguous()
             return copy_to_device(_counted_apart(tensor), device)
 
-        return nest.map_tensors(along, batch)
+        return nest.map_tensors(cut, batch)
 
 
 def _counted_apart(tensor: torch.Tensor) -> torch.Tensor:
