@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from lockstep.updaters.step.stepping import (
     balance,
     bare_step,
     can_step_in_parts,
+    partial_view,
     step_in_parts,
 )
 
@@ -201,17 +202,13 @@ class WholeStep:
         for each in self._current:
             copies[id(each)].grad = None if each.grad is None else each.grad.clone()
         gathered = sharded.gathered(self._parameters)
-        twin: Optimizer = object.__new__(type(optimizer))
-        twin.__dict__.update(vars(optimizer))
-        twin.param_groups = [
-            {**options, "params": [copies[id(each)] for each in group["params"]]}
-            for options, group in zip(copy.deepcopy(self._options), optimizer.param_groups, strict=True)
-        ]
         pairs = zip(self._parameters, self._current, strict=True)
-        known = {
+        known: dict[torch.Tensor, Any] = {
             copies[id(each)]: copy_state(gathered[parameter]) for parameter, each in pairs if parameter in gathered
         }
-        twin.state = defaultdict(dict, cast("dict[torch.Tensor, Any]", known))
+        twin = partial_view(optimizer, Part(copies, defaultdict(dict, known)))
+        for group, options in zip(twin.param_groups, copy.deepcopy(self._options), strict=True):
+            group.update(options)
         # What the step draws is drawn again by the step of the pieces.
         random = torch.get_rng_state()
         bare_step(twin)
