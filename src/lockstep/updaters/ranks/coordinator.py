@@ -80,14 +80,6 @@ class Coordinator:
         """
         interrupts.check_and_hold()
 
-    def start_gather(self) -> None:
-        """Check that every rank is about to gather state.
-
-        Raises:
-            OrderError: If a rank does something else.
-            PeerError: If a rank failed.
-        """
-
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
 
@@ -205,7 +197,12 @@ class RankCoordinator(Coordinator):
         interrupts.hold()
 
     def start_gather(self) -> None:
-        """Exchange messages that say so; see `Coordinator.start_gather`."""
+        """Check that every rank is about to gather state.
+
+        Raises:
+            OrderError: If a rank does something else.
+            PeerError: If a rank failed.
+        """
         messages = self._sum.exchange({GATHERS: True})
         self._sum.reset_prediction()
         for rank, each in enumerate(messages):

@@ -165,9 +165,7 @@ def assemble(
             each.load_only(engine.own_samples)
     _warn_of_shards(recipe, engine, communicator)
     coordinator = Coordinator() if ranks is None else ranks.coordinator
-    shared = share_out(
-        training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
-    )
+    shared = {} if ranks is None else share_out(training, communicator, shard_optimizer, ranks)
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
     retry = OverflowRetry(engine, deferral, coordinator)
