@@ -23,7 +23,7 @@ from lockstep.updaters.compute.prepared_model import recording_runners
 from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardFunction, ShardResult
 from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.setup.batches import Conversion, Converter, batch_size
-from lockstep.updaters.setup.names import MAIN, itself
+from lockstep.updaters.setup.names import MAIN, Networks
 from lockstep.updaters.step.assembly import Parts
 
 SEED_OFFSET = 2**64
@@ -48,7 +48,7 @@ class InferenceRunner:
         num_devices: The number of devices of all ranks.
         share: Returns the shards that this process computes, for batches of the given sizes.
         streams: Opens the random streams.
-        network_of: Returns the network to run, given a replica of the model.
+        model_name: The name of the network to run, if the model is one of several by name.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
     """
@@ -63,7 +63,7 @@ class InferenceRunner:
     share: Callable[[Sequence[int]], RankShare]
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
-    network_of: Callable[[nn.Module], nn.Module] = itself
+    model_name: str = MAIN
     runners: Sequence[ShardRunner] = ()
 
     @classmethod
@@ -101,7 +101,7 @@ class InferenceRunner:
             partial(engine.share, num_shards=num_shards),
             streams,
             runners_of_updater if model is None else partial(recording_runners, replicas),
-            parts.networks.selector(model_name) if model is None else itself,
+            model_name,
         )
 
     @classmethod
@@ -164,6 +164,10 @@ class InferenceRunner:
         """Update the replicas to the model, and return them; call this before `run` and after changes of the model."""
         self.runners = self.create_runners()
         return [runner.replica for runner in self.runners]
+
+    def network_of(self, replica: nn.Module) -> nn.Module:
+        """Return the network to run, given a replica of the model."""
+        return replica.by_name[self.model_name] if isinstance(replica, Networks) else replica
 
     def release(self) -> None:
         """Stop the threads of the replicas, and restore the random kernels of torch, until the next `run`."""
