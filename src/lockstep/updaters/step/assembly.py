@@ -42,7 +42,6 @@ from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
 from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
-from lockstep.updaters.step.skips import SkippedUpdates
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -52,28 +51,20 @@ class Parts:
     """The parts of an updater.
 
     Attributes:
-        recipe: The arguments that the result depends on.
         networks: The networks as the user gave them, and as loss functions receive them.
-        training: The training state.
         communicator: The communicator of the run.
         coordinator: Communicates with the other ranks, if there are any.
         engine: Runs the stages of an update that change nothing.
         retry: Decides what follows a non-finite gradient.
         committer: Runs the last stage.
-        deferral: Decides whether the overflow check stays on the device.
-        skips: Notices updates that are skipped.
     """
 
-    recipe: Recipe
     networks: NetworkSet
-    training: TrainingState
     communicator: Communicator
     coordinator: Coordinator
     engine: GradientEngine
     retry: OverflowRetry
     committer: Committer
-    deferral: Deferral
-    skips: SkippedUpdates
 
 
 def assemble(
@@ -167,10 +158,9 @@ def assemble(
     coordinator = Coordinator() if ranks is None else ranks.coordinator
     shared = {} if ranks is None else share_out(training, communicator, shard_optimizer, ranks)
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
-    skips = SkippedUpdates(training, recipe.max_skipped)
     retry = OverflowRetry(engine, deferral, coordinator)
-    committer = Committer(engine, deferral, skips, shared=shared)
-    return Parts(recipe, networks, training, communicator, coordinator, engine, retry, committer, deferral, skips)
+    committer = Committer(engine, deferral, shared=shared)
+    return Parts(networks, communicator, coordinator, engine, retry, committer)
 
 
 def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Communicator) -> None:

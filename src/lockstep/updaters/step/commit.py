@@ -197,21 +197,20 @@ class Committer:
     Args:
         engine: The gradient engine that made the attempts.
         deferral: Decides whether a deferred check is read after all.
-        skips: Notices updates that are skipped.
         shared: The steps of optimizers that the ranks share out, by name.
 
     Attributes:
+        deferral: Decides whether the overflow check stays on the device.
+        skips: Notices updates that are skipped.
         stream: The stream of what an update draws after its shards.
     """
 
-    def __init__(
-        self, engine: GradientEngine, deferral: Deferral, skips: SkippedUpdates, *, shared: Mapping[str, SharedStep]
-    ) -> None:
+    def __init__(self, engine: GradientEngine, deferral: Deferral, *, shared: Mapping[str, SharedStep]) -> None:
         training, recipe = engine.training, engine.recipe
         norms = clipping_norms(recipe.clip_grad_norm, training.optimizers)
         self._clips = bool(norms)
-        self._deferral = deferral
-        self._skips = skips
+        self.deferral = deferral
+        self.skips = SkippedUpdates(training, recipe.max_skipped)
         self._engine = engine
         self._training = training
         self._steps = {
@@ -379,11 +378,11 @@ class Committer:
             NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
         """
         if not attempt.reports:
-            self._skips.note_empty()
+            self.skips.note_empty()
         # A hook or a scheduler that the user has added since the first stage may need the check on the host.
         if attempt.overflow_check.found_inf is not None:
-            attempt.overflow_check = self._deferral.read_if_needed(attempt.overflow_check, names)
-        self._skips.note(attempt)
+            attempt.overflow_check = self.deferral.read_if_needed(attempt.overflow_check, names)
+        self.skips.note(attempt)
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
         """Step the optimizers, then store the new buffers in the model.

@@ -82,7 +82,7 @@ class CustomStep:
 
     def __init__(self, parts: Parts, default_request: GradientRequest) -> None:
         self._parts = parts
-        self._engine, self._training = parts.engine, parts.training
+        self._engine, self._training = parts.engine, parts.engine.training
         self._coordinator, self._committer = parts.coordinator, parts.committer
         self._default_request = default_request
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
@@ -142,7 +142,7 @@ class CustomStep:
         """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
         networks = self._parts.networks
-        if loss_fn is None and self._parts.recipe.loss_fn is None and networks.several:
+        if loss_fn is None and self._engine.recipe.loss_fn is None and networks.several:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         if isinstance(buffers_of, str):
             raise TypeError(

@@ -78,7 +78,7 @@ class InferenceRunner:
             model: Another model to run instead of one of the updater's.
             model_name: The name of the updater's model to run.
         """
-        engine, recipe = parts.engine, parts.recipe
+        engine, recipe = parts.engine, parts.engine.recipe
         replicas, streams = engine.replicas, engine.streams
 
         def runners_of_updater() -> Sequence[ShardRunner]:
