@@ -97,7 +97,6 @@ class RankReduction:
         repeat: bool,
         speeds: Sequence[float] | None,
         buffer_refs: Sequence[BufferRef],
-        compares_buffers: bool,
         refuted: Callable[[Sequence[Sequence[str | None]], Exchange], bool],
         damaged: Callable[[SumFault], bool],
     ) -> None:
@@ -109,7 +108,6 @@ class RankReduction:
             repeat: Whether shards of this rank were left out.
             speeds: The measured speeds of this rank's devices; None if they are not known.
             buffer_refs: References to the model's buffers.
-            compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
             refuted: Whether an audit has found a wrong result, given what the ranks have computed for it.
             damaged: Raises if a sum was wrong, or returns whether the attempt is to be made once more.
 
@@ -136,7 +134,7 @@ class RankReduction:
             gradients,
             buffers.contribution,
             buffers.weights,
-            buffers.described(buffer_refs) if compares_buffers else {},
+            buffers.described(buffer_refs) if attempt.gradient_context.is_first else {},
             speeds if self.may_move else None,
             None if attempt.audit is None else attempt.audit.to_plain(),
         )

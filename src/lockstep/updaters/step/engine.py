@@ -226,7 +226,7 @@ class GradientEngine:
         )
         if update < self._checked_until:
             options = options_of(self.training.optimizers, request.loss_fn)
-            gradients.begin_first(options, reads_buffers=update == self._start)
+            gradients.begin_first(options, at_start=update == self._start)
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
@@ -270,7 +270,6 @@ class GradientEngine:
             self.conversion,
             self.first_stream,
             self._run_shards,
-            self.training.iteration == self._start,
             self.is_first,
         )
 
@@ -289,7 +288,7 @@ class GradientEngine:
             return
         runner = prepared.runners[place]
         first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-        start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.reads_buffers)
+        start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.at_start)
         tasks[place] = task = DeviceGradientTask(context, last, prepared.observers[place], ShardSum(first), start)
         if request.wanted is None:
             runner.run(shards, task, self.streams)
@@ -445,7 +444,6 @@ class GradientEngine:
                 repeat=left_out,
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
-                compares_buffers=attempt.gradient_context.is_first,
                 refuted=partial(self._is_refuted, attempt, context),
                 damaged=partial(self.auditor.must_repeat_sum, (self.training.iteration, request.computation)),
             )
