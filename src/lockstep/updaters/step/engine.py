@@ -30,7 +30,7 @@ from lockstep.updaters.attempt.attempt import Attempt, GradientRequest, check_fi
 from lockstep.updaters.attempt.audit import Audit, Auditor, Exchange, names_of_seals
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
-from lockstep.updaters.compute.prepared_model import PreparedModel, without_gradients
+from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
 from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.detectors import outside_tensors, states
@@ -290,12 +290,8 @@ class GradientEngine:
         first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
         start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.at_start)
         tasks[place] = task = DeviceGradientTask(context, last, prepared.observers[place], ShardSum(first), start)
-        if request.wanted is None:
+        with NO_CONTEXT if request.wanted is None else prepared.only(request.wanted, runner):
             runner.run(shards, task, self.streams)
-        else:
-            unwanted = prepared.unwanted_indices(request.wanted)
-            with without_gradients([runner.parameters[index] for index in unwanted]):
-                runner.run(shards, task, self.streams)
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
         """Return the shards of a device, which run again, with the tensors that they had first."""
