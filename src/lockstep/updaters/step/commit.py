@@ -453,9 +453,7 @@ class Committer:
         self._engine.watch.phase = "optimizer"
         self.own_steps.end()
         optimizer.step(closure)  # type: ignore[arg-type]  # typed as returning a float, which a tensor can be
-        for scheduler in self._training.schedulers.values():
-            if scheduler.optimizer is optimizer:
-                scheduler.step()
+        _raise_first(self._step_schedulers((name,), partial(self.stream.opened, None)))
 
     def store_buffers(self, attempt: Attempt) -> None:
         """Write the combined buffers of an attempt's shards to the models whose buffers it may change."""
