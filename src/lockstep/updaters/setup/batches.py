@@ -250,8 +250,7 @@ class Conversion:
     """
 
     def __init__(self, converter: Converter, batch_dim: BatchDim, seed: int, lists: ListRule | None = None) -> None:
-        self._converter, self.batch_dim, self._given_seed = converter, batch_dim, seed
-        self._seed = (seed << 96) + (CONVERSION_TAG << 32)
+        self._converter, self.batch_dim, self.seed = converter, batch_dim, seed
         self._lists = lists or ListRule(batch_dim)
         self._lent: tuple[Sequence[Any], DeviceShards] = (), []
         """The batches of the attempt that runs and its shards, if these are no copies."""
@@ -266,7 +265,7 @@ class Conversion:
         Args:
             converter: The converter.
         """
-        return Conversion(converter, self.batch_dim, self._given_seed, self._lists)
+        return Conversion(converter, self.batch_dim, self.seed, self._lists)
 
     def shards(
         self,
@@ -371,7 +370,8 @@ class Conversion:
     def _seed_generators(self, stream: DefaultStream, samples: Samples, position: int) -> None:
         """Seed the generators for the conversion of some samples."""
         # The indices tell several batches of an update apart; a batch that is converted again is the same.
-        seed = stream_seed(self._seed + crc32(array("q", samples.indices)), position)
+        own = (self.seed << 96) + (CONVERSION_TAG << 32)
+        seed = stream_seed(own + crc32(array("q", samples.indices)), position)
         stream.seed(seed)
         seed_python_and_numpy(seed)
 

@@ -42,8 +42,7 @@ class InferenceRunner:
         replicas: The model and its replicas.
         communicator: The communicator of the ranks.
         precision: The precision policy.
-        conversion: Creates the tensors of shards.
-        seed: The seed of the random streams.
+        conversion: Creates the tensors of shards, and has the seed of the random streams.
         shards_per_batch: The number of shards that a batch is cut into.
         num_devices: The number of devices of all ranks.
         share: Returns the shards that this process computes, for batches of the given sizes.
@@ -57,7 +56,6 @@ class InferenceRunner:
     communicator: Communicator
     precision: Precision
     conversion: Conversion
-    seed: int
     shards_per_batch: int
     num_devices: int
     share: Callable[[Sequence[int]], RankShare]
@@ -95,7 +93,6 @@ class InferenceRunner:
             parts.communicator,
             recipe.precision_policy,
             Conversion(recipe.converter, recipe.batch_dim, recipe.seed + SEED_OFFSET),
-            recipe.seed + SEED_OFFSET,
             num_shards or engine.shards_per_batch,
             engine.num_devices,
             partial(engine.share, num_shards=num_shards),
@@ -146,8 +143,7 @@ class InferenceRunner:
             replicas,
             communicator,
             policy,
-            Conversion(converter, 0, SEED_OFFSET + seed),
-            SEED_OFFSET + seed,
+            Conversion(converter, 0, seed + SEED_OFFSET),
             num_shards or 1,
             sum(counts),
             share,
@@ -256,7 +252,7 @@ class InferenceRunner:
 
         self.streams.run(
             run,
-            seed=self.seed,
+            seed=self.conversion.seed,
             first=first * self.shards_per_batch,
             parallel=self.replicas.wants_threads(device_shards),
         )
