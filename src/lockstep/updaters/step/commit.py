@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, methodcaller
@@ -40,7 +39,7 @@ from lockstep.updaters.step.checks import (
     clipping_norms,
 )
 from lockstep.updaters.step.engine import GradientEngine
-from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
+from lockstep.updaters.step.optimizer_step import NO_STREAM, OpenStream, OptimizerStep
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -418,9 +417,7 @@ class Committer:
             late_errors += self._step_schedulers(names, draws)
         return late_errors
 
-    def _step_schedulers(
-        self, names: Names, draws: Callable[[Sequence[object]], AbstractContextManager[None]]
-    ) -> list[BaseException]:
+    def _step_schedulers(self, names: Names, draws: OpenStream) -> list[BaseException]:
         """Step the schedulers of optimizers that have moved weights.
 
         Args:
