@@ -36,22 +36,14 @@ class Coordinator:
     def __init__(self) -> None:
         self._process = os.getpid()
 
-    def check_process(self) -> None:
-        """Check that this is the process that built the updater.
-
-        Raises:
-            OrderError: If this process was forked from it.
-        """
-        if self._process != os.getpid():
-            raise fork_error("ParallelUpdater")
-
     def start_update(self) -> None:
         """Prepare for an update, or for one half of an update.
 
         Raises:
             OrderError: If this process was forked from the one that built the updater.
         """
-        self.check_process()
+        if self._process != os.getpid():
+            raise fork_error("ParallelUpdater")
 
     def state_loaded(self) -> None:
         """Record that the state was replaced, so that ranks compare it again."""
@@ -113,7 +105,7 @@ class RankCoordinator(Coordinator):
             OrderError: If this process was forked from the one that built the updater.
         """
         # Before any message, because a forked process would write into the connections of the other one.
-        self.check_process()
+        super().start_update()
         self._failed = False
         self._consistency.check_start()
 

@@ -245,8 +245,8 @@ class CustomStep:
                         f"`apply_gradients` must be called by a step function for {kind}, whose step computes "
                         "gradients again. Call `update` instead, or pass `step_fn`."
                     )
-            self._coordinator.check_process()
             attempt = self._pop(names)
+            self._coordinator.start_update()
             with UpdateContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
                 return self._committer.commit(names, attempt, context.settings, consumed={})
