@@ -70,7 +70,7 @@ class Coordinator:
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
         """
-        interrupts.check_and_hold()
+        self.hold_interrupts(interrupts)
 
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
@@ -78,7 +78,8 @@ class Coordinator:
         Args:
             interrupts: The interrupts of this rank.
         """
-        interrupts.check_and_hold()
+        interrupts.check()
+        interrupts.hold()
 
 
 class RankCoordinator(Coordinator):
