@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -208,13 +208,13 @@ class WholeStep:
         torch.set_rng_state(random)
         refuse_named_state(twin)
         whole = [copies[id(each)] for each in self._current]
-        self._result = digest([each.detach() for each in whole], [_plain(twin.state, each) for each in whole])
+        self._result = digest([each.detach() for each in whole], [dict(twin.state.get(each, {})) for each in whole])
         self._result += repr([_options_of(group) for group in twin.param_groups])
 
     def agrees(self) -> bool:
         """Return whether the step of the pieces has led to the same bits. Collective."""
         gathered = self._sharded.gathered(self._sharded.held)
-        state = [_plain(gathered, each) for each in self._sharded.held]
+        state = [gathered.get(each, {}) for each in self._sharded.held]
         options = repr([_options_of(group) for group in self._sharded.optimizer.param_groups])
         return self._result == digest([each.detach() for each in self._current], state) + options
 
@@ -230,7 +230,3 @@ class WholeStep:
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _plain(state: Mapping[torch.Tensor, dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
-    return dict(state[parameter]) if parameter in state else {}
