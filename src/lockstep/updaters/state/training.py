@@ -18,7 +18,7 @@ from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameters_of, to_device
 from lockstep.replicas import ReplicaSet
-from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.setup.names import Names
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.sharding import ShardedState
 from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
@@ -95,11 +95,6 @@ class TrainingState:
         # Kept as a number, so that the next read does not wait again.
         self.num_applied = int(self.num_applied)
         return self.num_applied
-
-    @property
-    def iterator(self) -> Iterator:
-        """The main iterator, which provides the batch that an update begins with."""
-        return self.iterators[MAIN]
 
     def keep_carried(self, new: Sequence[torch.Tensor] | None, *, unless: torch.Tensor | None) -> None:
         """Replace the values that are carried to the next batch.

@@ -19,6 +19,7 @@ from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Coordinator
 from lockstep.updaters.ranks.rank_reduction import join_ranks
 from lockstep.updaters.setup.names import (
+    MAIN,
     NetworkSet,
     by_name,
     check_unnamed,
@@ -149,7 +150,7 @@ def assemble(
     # A step function may use batches in any way.
     if replicas.accelerators and copy_ahead and not custom_step:
         always = copy_ahead is True
-        engine.ahead = NextBatches(training.iterator, replicas, engine.conversion, engine.share, always=always)
+        engine.ahead = NextBatches(training.iterators[MAIN], replicas, engine.conversion, engine.share, always=always)
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
@@ -174,7 +175,7 @@ def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Commun
         )
     if communicator.rank == 0:
         devices = len(engine.replicas.devices) * communicator.size
-        warn_of_idle_devices(recipe, engine.training.iterator, devices=devices)
+        warn_of_idle_devices(recipe, engine.training.iterators[MAIN], devices=devices)
 
 
 def _prepare_hooks(optimizers: Mapping[str, Optimizer]) -> None:
