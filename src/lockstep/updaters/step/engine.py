@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -31,7 +30,7 @@ from lockstep.updaters.attempt.audit import Audit, Auditor, Exchange, names_of_s
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
 from lockstep.updaters.compute.prepared_model import PreparedModel
-from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
+from lockstep.updaters.compute.shard_gradients import NO_CONTEXT, DeviceGradientTask, GradientContext
 from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.loss import is_summed
@@ -64,7 +63,6 @@ CHECKED_UPDATES: Final = 3
 AUDITED_AGAIN: Final = 8
 """The number of updates after which another one is audited, as after 16, 32, 64, ...: what a program does wrong may
 begin later, such as in a second phase of its loss."""
-NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 WHY_NOT_TO_SEND: Final = (
     "They are called for each shard of a batch, of which each rank has its own number. Remove the call, and compute a "
     "loss over the whole batch by a BatchLoss."
