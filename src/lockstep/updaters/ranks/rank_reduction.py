@@ -22,7 +22,7 @@ from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import describe_batch
-from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.setup.names import MAIN
 
 LOG = logging.getLogger("lockstep")
@@ -123,14 +123,9 @@ class RankReduction:
         audit = None
         if attempt.audit is not None:
             audit = SumAudit([*self._sum.partials, *buffers.partials], attempt.audit.turn)
-        shards: list[ShardReport] = []
-        buffer_weight = 0
-        for device in devices:
-            shards += device.reports
-            buffer_weight += device.buffer_weight
         report = RankReport(
-            shards,
-            buffer_weight,
+            [shard for device in devices for shard in device.reports],
+            sum([device.buffer_weight for device in devices]),
             gradients,
             buffers.contribution,
             buffers.weights,
@@ -161,15 +156,12 @@ class RankReduction:
 
     def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], audit: SumAudit | None) -> None:
         """Store what all ranks have computed in the attempt."""
-        attempt.reports, attempt.buffer_weight = [], 0
-        contributions, steady = [], self._update_assignment(reports) and attempt.may_send_early
         # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
-        for report in reports:
-            attempt.reports += report.shards
-            attempt.buffer_weight += report.buffer_weight
-            contributions.append(report.gradients)
+        attempt.reports = [shard for report in reports for shard in report.shards]
+        attempt.buffer_weight = sum([report.buffer_weight for report in reports])
+        steady = self._update_assignment(reports) and attempt.may_send_early
         # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
-        attempt.gradients = self._sum.sum(tuple(contributions), steady=steady, audit=audit)
+        attempt.gradients = self._sum.sum(tuple(each.gradients for each in reports), steady=steady, audit=audit)
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         """Adopt the speeds that all ranks have measured; return whether shards stay where they are."""
