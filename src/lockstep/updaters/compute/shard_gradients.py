@@ -91,15 +91,6 @@ class GradientContext:
     options: Mapping[str, str] = field(init=False)
     no_means: set[str] | None = field(default=None, init=False)
 
-    def begin_first(self, options: Mapping[str, str], *, at_start: bool) -> None:
-        """Check more, because this is one of the first updates.
-
-        Args:
-            options: The options of the optimizers, by name.
-            at_start: Whether this is the very first one.
-        """
-        self.is_first, self.at_start, self.foreign_leaves, self.options = True, at_start, [], options
-
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
 

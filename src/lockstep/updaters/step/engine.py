@@ -223,8 +223,8 @@ class GradientEngine:
             merges=self._merges and self.prepared.has_large,
         )
         if update < self._checked_until:
-            options = options_of(self.training.optimizers, request.loss_fn)
-            gradients.begin_first(options, at_start=update == self._start)
+            gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
+            gradients.options = options_of(self.training.optimizers, request.loss_fn)
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
