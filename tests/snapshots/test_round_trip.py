@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,8 +177,8 @@ def test_digests_leave_out_the_state_of_a_loader_and_no_other_one(tmp_path: Path
 def test_a_recipe_has_a_field_for_each_loader_that_digests_leave_out() -> None:
     loaders = {"main": ls.IterableBatches([torch.zeros(8, 6)]), "other": ls.IterableBatches([torch.zeros(8, 6)])}
     batches = {**loaders, "user": ls.BatchIterator(torch.zeros(8, 6), 8)}
-    settings = {"models": {}, "optimizers": {}, "schedulers": {}, "carried": None}
-    recipe = settings_of(ls.StaticLossScale(), iterators=batches, **settings)  # type: ignore[arg-type]
+    parts = {"models": {}, "optimizers": {}, "schedulers": {}, "carried": None}
+    recipe = settings_of(SimpleNamespace(loss_scale=ls.StaticLossScale(), iterators=batches, **parts))  # type: ignore[arg-type]
     kept = without_sources({"iterators": {each: {"source": 7} for each in batches}}, recipe)
     assert kept == {"iterators": {"main": {"source": None}, "other": {"source": None}, "user": {"source": 7}}}
 

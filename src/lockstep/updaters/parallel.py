@@ -197,7 +197,7 @@ class ParallelUpdater(Updater):
             auditor=Auditor(audit_every, on_fault, seed),
             shard_optimizer=shard_optimizer,
         )
-        self._training, self._engine = parts.training, parts.engine
+        self._training, self._engine = parts.engine.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
@@ -209,7 +209,7 @@ class ParallelUpdater(Updater):
         models = ", ".join(f"{name}: {type(each).__name__}" for name, each in self.get_all_models().items())
         return (
             f"{type(self).__name__}({models}; {self.shards_per_batch} shards per batch on {devices}; precision "
-            f"{self._parts.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
+            f"{self._engine.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
         )
 
     def update(self) -> UpdateResult:
@@ -259,8 +259,8 @@ class ParallelUpdater(Updater):
         Args:
             batch: The main iterator's next batch.
         """
-        if self._parts.recipe.step_fn is not None:
-            return self._parts.recipe.step_fn(self, batch)
+        if self._engine.recipe.step_fn is not None:
+            return self._engine.recipe.step_fn(self, batch)
         self.compute_gradients(batch)
         return self.apply_gradients()
 
@@ -350,7 +350,7 @@ class ParallelUpdater(Updater):
         iterator = self.get_iterator()
         if not isinstance(iterator, Sized):
             raise TypeError(f"`iterator` must have a length, got a {type(iterator).__name__}.")
-        return -(-len(iterator) // batches_per_update(self._parts.recipe.accumulate, iterator.epoch))
+        return -(-len(iterator) // batches_per_update(self._engine.recipe.accumulate, iterator.epoch))
 
     @property
     def loss_scale(self) -> LossScale:
@@ -359,7 +359,7 @@ class ParallelUpdater(Updater):
 
     def last_skipped(self) -> SkippedUpdate | None:
         """Return the last update that was skipped for its gradient, after reading checks that are on the device."""
-        return self._parts.skips.read()
+        return self._parts.committer.skips.read()
 
     def get_iterator(self, name: str = MAIN) -> Iterator:
         """Return the iterator of a name; for an unknown one, raise a KeyError that lists the names."""
@@ -428,7 +428,7 @@ class ParallelUpdater(Updater):
         counts applied updates, if hooks of steps only change gradients, and if weights of losses are no tensors. You
         then wait where you read the result, `last_skipped`, `applied_updates`, `loss_scale` or `state_dict`.
         """
-        return next(self._parts.deferral.reasons(tuple(self._training.optimizers)), None)
+        return next(self._parts.committer.deferral.reasons(tuple(self._training.optimizers)), None)
 
     def finalize(self) -> None:
         """Stop the replicas' threads and the iterators' workers; another update starts them again."""
@@ -441,15 +441,15 @@ class ParallelUpdater(Updater):
 
         Where optimizers are shared out over processes, all of them must call this (see `shard_optimizer`).
         """
-        return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+        return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._engine.recipe.seed)
 
     def live_state(self) -> dict[str, Any]:
         """Return what `state_dict` returns, with the tensors being trained; see `Updater.live_state`."""
-        return live_state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+        return live_state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._engine.recipe.seed)
 
     def recipe_fields(self) -> RecipeFields:
         """Return what the result depends on, by name; see `Updater.recipe_fields`."""
-        recipe, training = self._parts.recipe, self._training
+        recipe, training = self._engine.recipe, self._training
         return recipe_fields(recipe, training.settings, training.models, num_shards=self._engine.shards_per_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -464,10 +464,10 @@ class ParallelUpdater(Updater):
         """
         if self._custom.state is not None:
             raise OrderError("`load_state_dict` must not be called by a step function.")
-        load_state(self._training, state, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+        load_state(self._training, state, num_shards=self._engine.shards_per_batch, seed=self._engine.recipe.seed)
         self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
-        self._parts.skips.forget()
+        self._parts.committer.skips.forget()
         self._parts.committer.own_steps.forget()
         self._custom.forget_gradients()
 

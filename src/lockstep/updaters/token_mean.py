@@ -128,8 +128,6 @@ def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: boo
         >>> token_mean()(nn.Identity(), logits, labels).weight
         tensor(3)
     """
-    if type(ignore_index) is not int:
-        raise TypeError(f"`ignore_index` must be an integer, got {ignore_index!r}.")
     return TokenMean(ignore_index, target, shifted)
 
 

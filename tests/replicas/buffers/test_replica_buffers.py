@@ -128,7 +128,7 @@ RULES: dict[str, Any] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pattern", ["11111", "00000", "10000", "00001", "01011", "00110"])
-def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: str) -> None:
+def test_on_a_device_that_nobody_at_start_become_the_same(pattern: str, rule: str) -> None:
     x = torch.arange(5.0).repeat_interleave(torch.tensor([3, 3, 3, 2, 2]))[:, None]
     found = set()
     for fused in (False, True):

@@ -149,8 +149,7 @@ class Restless(RankReduction):
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         super()._update_assignment(reports)
         # Equal on all ranks, which make equally many attempts.
-        workloads = [*self.assignment.lower, self.workloads, *self.assignment.higher]
-        self._assign(drawn_workloads(self._random, workloads))
+        self.workloads = tuple(map(tuple, drawn_workloads(self._random, self.workloads)))
         return False
 
 

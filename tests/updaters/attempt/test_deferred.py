@@ -78,7 +78,7 @@ def test_each_reason_is_given_alone(reason: str) -> None:
         assert updater.why_it_waits == (None if reason == WEIGHTS else reason)
         updater.update()
         assert updater.why_it_waits == reason
-        assert list(updater._parts.deferral.reasons(("main",))) == [reason]
+        assert list(updater._parts.committer.deferral.reasons(("main",))) == [reason]
 
 
 def test_buffers_without_numbers_are_no_reason() -> None:

@@ -21,7 +21,7 @@ from lockstep.updaters.compute.clock import (
     MeasuredSpeeds,
     workloads_of,
 )
-from lockstep.updaters.compute.shares import ShardAssignment, share_of
+from lockstep.updaters.compute.shares import share_of
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
@@ -79,10 +79,7 @@ def test_workloads_are_speeds_relative_to_their_mean(speeds: list[list[float]], 
 )
 def test_every_shard_has_one_place_at_any_speeds(speeds: list[list[float]], sizes: list[int], num_shards: int) -> None:
     ranks = tuple(map(tuple, speeds))
-    parts = [
-        share_of(ShardAssignment(ranks[:rank], ranks[rank + 1 :]), tuple(sizes), num_shards, ranks[rank], False)
-        for rank in range(len(ranks))
-    ]
+    parts = [share_of(ranks, rank, tuple(sizes), num_shards, False) for rank in range(len(ranks))]
     assert [len(part.shards_by_device) for part in parts] == [len(each) for each in ranks]
     places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
     found = [shard for part in parts for run in part.shards_by_device for shard in run]

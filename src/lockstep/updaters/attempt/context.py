@@ -40,12 +40,6 @@ class UpdateSigint(DeferredSigint):
                 self._handler(_signal.SIGINT, None)
         return came
 
-    def check_and_hold(self) -> None:
-        """Deliver a pending interrupt, then hold later ones until the end of the ``with`` block."""
-        if self._pending:
-            self.check()
-        self._committing = True
-
     def hold(self) -> None:
         """Hold all interrupts until the end of the ``with`` block, including a pending one."""
         self._committing = True

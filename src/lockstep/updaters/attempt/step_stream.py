@@ -48,7 +48,7 @@ class StepStream:
                 yield
             return
         # The first audit also looks at what steps.
-        if attempt is not None and attempt.audit is not None and attempt.gradient_context.reads_buffers:
+        if attempt is not None and attempt.audit is not None and attempt.gradient_context.at_start:
             warn_of_steps(functions)
         # Not during a step function, which waits for other ranks.
         lock = nullcontext() if attempt is None else DEFAULT_GENERATOR_LOCK

@@ -173,13 +173,23 @@ class PreparedModel:
         runners[place], observers[place] = recording_runner(replicas, place, replica, rules), Observers({"": replica})
         return replace(self, runners=runners, observers=observers)
 
-    def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:
-        """List the indices of the parameters that are to get no gradient for now.
+    @contextmanager
+    def only(self, wanted: frozenset[int], runner: ShardRunner) -> Iterator[None]:
+        """Disable the gradients of other parameters of a replica temporarily, so that backward skips them.
 
         Args:
-            wanted: The parameters that are to get one, by ``id``.
+            wanted: The parameters that are to get a gradient, by ``id``.
+            runner: The runner of the replica.
         """
-        return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
+        pairs = zip(self.parameters, runner.parameters, strict=True)
+        others = [copied for parameter, copied in pairs if id(parameter) not in wanted]
+        for each in others:
+            each.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for each in others:
+                each.requires_grad_(True)
 
 
 def recording_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list[ShardRunner]:
@@ -201,18 +211,6 @@ def recording_runner(replicas: ReplicaSet, place: int, replica: nn.Module, rules
 def _float32_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor with the shape and device of a parameter, backed by a single element."""
     return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
-
-
-@contextmanager
-def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
 
 
 def _check_hooks(named: Mapping[str, nn.Parameter]) -> None:

@@ -58,7 +58,8 @@ class GradientContext:
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
         is_first: Whether this is one of the first updates, in which there are more checks.
-        reads_buffers: Whether buffers are compared even where the host has to wait for a device.
+        at_start: Whether this is the first update after an updater was built or a state was loaded, in which buffers
+            are compared even where the host has to wait for a device.
         merges: Whether large gradients are added to the sums of earlier shards during backward.
         inspected: The only shards of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
@@ -81,7 +82,7 @@ class GradientContext:
     merges: bool = True
     # Not set by the constructor, which runs in every attempt.
     is_first: bool = field(default=False, init=False)
-    reads_buffers: bool = field(default=False, init=False)
+    at_start: bool = field(default=False, init=False)
     inspected: Collection[int] | None = field(default=None, init=False)
     is_mixed: bool = field(default=False, init=False)
     early_send: EarlySend | None = field(default=None, init=False)
@@ -89,15 +90,6 @@ class GradientContext:
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
     options: Mapping[str, str] = field(init=False)
     no_means: set[str] | None = field(default=None, init=False)
-
-    def begin_first(self, options: Mapping[str, str], *, reads_buffers: bool) -> None:
-        """Check more, because this is one of the first updates.
-
-        Args:
-            options: The options of the optimizers, by name.
-            reads_buffers: Whether buffers are compared even where the host has to wait for a device.
-        """
-        self.is_first, self.reads_buffers, self.foreign_leaves, self.options = True, reads_buffers, [], options
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.

@@ -34,50 +34,23 @@ class RankShare:
 
 
 RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]
-"""The workloads of the devices of each of several ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardAssignment:
-    """Assigns shards to the devices of all processes by their workloads.
-
-    Attributes:
-        lower: The workloads of the devices of each process of lower rank.
-        higher: The workloads of the devices of each process of higher rank.
-    """
-
-    lower: RankWorkloads = ()
-    higher: RankWorkloads = ()
-
-    def num_devices(self, own: int) -> int:
-        """Count the devices of all processes.
-
-        Args:
-            own: The number of devices of this process.
-        """
-        return own + sum(map(len, (*self.lower, *self.higher)))
+"""The workloads of the devices of each rank, by which shards are assigned to them."""
 
 
 # Exact shares are slow to compute, and most batches have one of a few sizes. The arguments are therefore hashable.
 @lru_cache(maxsize=64)
 def share_of(
-    assignment: ShardAssignment,
-    sizes: tuple[int, ...],
-    num_shards: int | None,
-    own: tuple[float, ...],
-    strided: bool,
+    workloads: RankWorkloads, rank: int, sizes: tuple[int, ...], num_shards: int | None, strided: bool
 ) -> RankShare:
     """Assign shards to all devices, and return those of this process.
 
     Args:
-        assignment: The workloads of the other processes.
+        workloads: The workloads of the devices of all processes.
+        rank: The rank of this process.
         sizes: The number of samples in each batch of the update.
         num_shards: The number of shards per batch; None for one per device.
-        own: The workloads of this process's devices.
         strided: Whether samples are assigned to shards round robin.
     """
-    workloads = (*assignment.lower, own, *assignment.higher)
-    rank = len(assignment.lower)
     runs = plan.shards_by_device(
         sizes, num_shards, [each for devices in workloads for each in devices], strided=strided
     )

@@ -15,7 +15,7 @@ from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
 from lockstep.updaters.detectors import outside_tensors
 from lockstep.updaters.ranks.same_code import check_code, describe_code
 from lockstep.updaters.setup.recipe import Recipe
-from lockstep.updaters.state.recipe_fields import recipe_fields
+from lockstep.updaters.state.recipe_fields import recipe_fields, settings_of
 from lockstep.updaters.state.training import TrainingState
 
 LOG = logging.getLogger("lockstep")
@@ -156,8 +156,7 @@ def describe_run(training: TrainingState, recipe: Recipe) -> Fields:
         training: The training state.
         recipe: The arguments of the updater.
     """
-    now = training.current_settings()
-    described = recipe_fields(recipe, now, training.models, num_shards=recipe.num_shards or 0)
+    described = recipe_fields(recipe, settings_of(training), training.models, num_shards=recipe.num_shards or 0)
     described |= {"max_skipped": recipe.max_skipped, "loss_scale state": training.loss_scale.state_dict()}
     described |= {f"epoch of iterator {name!r}": each.epoch_detail for name, each in training.iterators.items()}
     for name, model in training.models.items():

@@ -36,22 +36,14 @@ class Coordinator:
     def __init__(self) -> None:
         self._process = os.getpid()
 
-    def check_process(self) -> None:
-        """Check that this is the process that built the updater.
-
-        Raises:
-            OrderError: If this process was forked from it.
-        """
-        if self._process != os.getpid():
-            raise fork_error("ParallelUpdater")
-
     def start_update(self) -> None:
         """Prepare for an update, or for one half of an update.
 
         Raises:
             OrderError: If this process was forked from the one that built the updater.
         """
-        self.check_process()
+        if self._process != os.getpid():
+            raise fork_error("ParallelUpdater")
 
     def state_loaded(self) -> None:
         """Record that the state was replaced, so that ranks compare it again."""
@@ -78,15 +70,7 @@ class Coordinator:
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
         """
-        interrupts.check_and_hold()
-
-    def start_gather(self) -> None:
-        """Check that every rank is about to gather state.
-
-        Raises:
-            OrderError: If a rank does something else.
-            PeerError: If a rank failed.
-        """
+        self.hold_interrupts(interrupts)
 
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
@@ -94,7 +78,8 @@ class Coordinator:
         Args:
             interrupts: The interrupts of this rank.
         """
-        interrupts.check_and_hold()
+        interrupts.check()
+        interrupts.hold()
 
 
 class RankCoordinator(Coordinator):
@@ -121,7 +106,7 @@ class RankCoordinator(Coordinator):
             OrderError: If this process was forked from the one that built the updater.
         """
         # Before any message, because a forked process would write into the connections of the other one.
-        self.check_process()
+        super().start_update()
         self._failed = False
         self._consistency.check_start()
 
@@ -205,7 +190,12 @@ class RankCoordinator(Coordinator):
         interrupts.hold()
 
     def start_gather(self) -> None:
-        """Exchange messages that say so; see `Coordinator.start_gather`."""
+        """Check that every rank is about to gather state.
+
+        Raises:
+            OrderError: If a rank does something else.
+            PeerError: If a rank failed.
+        """
         messages = self._sum.exchange({GATHERS: True})
         self._sum.reset_prediction()
         for rank, each in enumerate(messages):

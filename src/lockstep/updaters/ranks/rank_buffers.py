@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from lockstep.communicators import Communicator, Contribution, SumAudit
 from lockstep.digest import fingerprint
@@ -14,8 +13,6 @@ from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
 from lockstep.updaters.compute.shares import RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
-
-NO_CONTRIBUTION: Final = Contribution()
 
 
 @dataclass(slots=True)
@@ -31,7 +28,7 @@ class RankBuffers:
 
     partials: list[PartialSum] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    contribution: Contribution = NO_CONTRIBUTION
+    contribution: Contribution = field(default_factory=Contribution)
     firsts: Tensors = field(default_factory=list)
 
     @classmethod

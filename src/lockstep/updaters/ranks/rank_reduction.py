@@ -15,14 +15,14 @@ from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt.attempt import Attempt, Described
 from lockstep.updaters.attempt.audit import Exchange
 from lockstep.updaters.compute.clock import workloads_of
-from lockstep.updaters.compute.shares import ShardAssignment
+from lockstep.updaters.compute.shares import RankWorkloads
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import describe_batch
-from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.setup.names import MAIN
 
 LOG = logging.getLogger("lockstep")
@@ -57,15 +57,10 @@ class RankReduction:
         self._batches: list[Described] = []
         self.may_move = may_move
         """Whether shards may still move to other devices; they do so once."""
-        self._assign(workloads)
-
-    def _assign(self, workloads: Sequence[Sequence[float]]) -> None:
-        # Replaced as a whole and compared by value: `share_of` caches its results by this assignment.
-        rank, known = self._communicator.rank, tuple(map(tuple, workloads))
-        self.assignment = ShardAssignment(known[:rank], known[rank + 1 :])
-        """The devices of the other ranks, as of the last exchange."""
-        self.workloads = known[rank]
-        """The workloads of this rank's devices, as the other ranks know them."""
+        self.rank = communicator.rank
+        """The rank of this process."""
+        self.workloads: RankWorkloads = tuple(map(tuple, workloads))
+        """The workloads of the devices of all ranks, as of the last exchange."""
 
     def start_attempt(self, attempt: Attempt, update: int) -> None:
         """Record that the shards of an attempt are about to be computed, and describe its batches.
@@ -102,7 +97,6 @@ class RankReduction:
         repeat: bool,
         speeds: Sequence[float] | None,
         buffer_refs: Sequence[BufferRef],
-        compares_buffers: bool,
         refuted: Callable[[Sequence[Sequence[str | None]], Exchange], bool],
         damaged: Callable[[SumFault], bool],
     ) -> None:
@@ -114,7 +108,6 @@ class RankReduction:
             repeat: Whether shards of this rank were left out.
             speeds: The measured speeds of this rank's devices; None if they are not known.
             buffer_refs: References to the model's buffers.
-            compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
             refuted: Whether an audit has found a wrong result, given what the ranks have computed for it.
             damaged: Raises if a sum was wrong, or returns whether the attempt is to be made once more.
 
@@ -130,18 +123,13 @@ class RankReduction:
         audit = None
         if attempt.audit is not None:
             audit = SumAudit([*self._sum.partials, *buffers.partials], attempt.audit.turn)
-        shards: list[ShardReport] = []
-        buffer_weight = 0
-        for device in devices:
-            shards += device.reports
-            buffer_weight += device.buffer_weight
         report = RankReport(
-            shards,
-            buffer_weight,
+            [shard for device in devices for shard in device.reports],
+            sum([device.buffer_weight for device in devices]),
             gradients,
             buffers.contribution,
             buffers.weights,
-            buffers.described(buffer_refs) if compares_buffers else {},
+            buffers.described(buffer_refs) if attempt.gradient_context.is_first else {},
             speeds if self.may_move else None,
             None if attempt.audit is None else attempt.audit.to_plain(),
         )
@@ -168,15 +156,12 @@ class RankReduction:
 
     def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], audit: SumAudit | None) -> None:
         """Store what all ranks have computed in the attempt."""
-        attempt.reports, attempt.buffer_weight = [], 0
-        contributions, steady = [], self._update_assignment(reports) and attempt.may_send_early
         # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
-        for report in reports:
-            attempt.reports += report.shards
-            attempt.buffer_weight += report.buffer_weight
-            contributions.append(report.gradients)
+        attempt.reports = [shard for report in reports for shard in report.shards]
+        attempt.buffer_weight = sum([report.buffer_weight for report in reports])
+        steady = self._update_assignment(reports) and attempt.may_send_early
         # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
-        attempt.gradients = self._sum.sum(tuple(contributions), steady=steady, audit=audit)
+        attempt.gradients = self._sum.sum(tuple(each.gradients for each in reports), steady=steady, audit=audit)
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         """Adopt the speeds that all ranks have measured; return whether shards stay where they are."""
@@ -184,7 +169,7 @@ class RankReduction:
         # A rank that has repeated an attempt knows its speeds earlier than the others.
         steady = len(speeds) < len(reports)
         if not steady:
-            self._assign(workloads_of(speeds))
+            self.workloads = tuple(map(tuple, workloads_of(speeds)))
             self.may_move = False
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))
@@ -193,15 +178,7 @@ class RankReduction:
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""
-        own = []
-        for each in found:
-            samples = each.samples.start, each.samples.stop, each.samples.step
-            own.append([each.shard, each.batch, samples, each.loss, each.parameter])
-        return [
-            NonFiniteShard(shard, batch, range(*samples), loss, parameter)
-            for rows in self._communicator.exchange_json(own)
-            for shard, batch, samples, loss, parameter in rows
-        ]
+        return [each for shards in self._communicator.gather_objects(found) for each in shards]
 
 
 def join_ranks(

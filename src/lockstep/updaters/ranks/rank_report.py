@@ -82,12 +82,8 @@ def _encode_number(value: SupportsFloat) -> Any:
 def _decode_number(plain: Any) -> Any:
     if isinstance(plain, list):
         kind, number = plain
-        dtype = getattr(torch, kind)
-        if isinstance(number, float):
-            # Several times as fast as `torch.tensor`. The device is explicit, because the user may have set another
-            # default.
-            return torch.scalar_tensor(number, dtype=dtype, device="cpu")
-        return torch.tensor(number, dtype=dtype, device="cpu")
+        # Several times as fast as `torch.tensor`. The device is explicit: the user may have set another default.
+        return torch.scalar_tensor(number, dtype=getattr(torch, kind), device="cpu")
     return plain
 
 

@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -73,19 +74,15 @@ def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
     Raises:
         SignalExit: If a signal ends the run.
     """
-    batches: list[Any] = []
     # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
     STOP.waits = True
     try:
         if STOP.received:
             STOP.end_wait()
-        for position in ahead:
-            batches.append(iterator.peek(position))  # noqa: PERF401 - what came first is kept
-    except StopIteration:
-        pass
+        # The map ends where `peek` raises StopIteration, and what came first is kept.
+        return list(map(iterator.peek, ahead))
     finally:
         STOP.waits = False
-    return batches
 
 
 def may_draw(batches: Sequence[Any]) -> bool:
@@ -253,8 +250,7 @@ class Conversion:
     """
 
     def __init__(self, converter: Converter, batch_dim: BatchDim, seed: int, lists: ListRule | None = None) -> None:
-        self._converter, self.batch_dim, self._given_seed = converter, batch_dim, seed
-        self._seed = (seed << 96) + (CONVERSION_TAG << 32)
+        self._converter, self.batch_dim, self.seed = converter, batch_dim, seed
         self._lists = lists or ListRule(batch_dim)
         self._lent: tuple[Sequence[Any], DeviceShards] = (), []
         """The batches of the attempt that runs and its shards, if these are no copies."""
@@ -269,7 +265,7 @@ class Conversion:
         Args:
             converter: The converter.
         """
-        return Conversion(converter, self.batch_dim, self._given_seed, self._lists)
+        return Conversion(converter, self.batch_dim, self.seed, self._lists)
 
     def shards(
         self,
@@ -374,7 +370,8 @@ class Conversion:
     def _seed_generators(self, stream: DefaultStream, samples: Samples, position: int) -> None:
         """Seed the generators for the conversion of some samples."""
         # The indices tell several batches of an update apart; a batch that is converted again is the same.
-        seed = stream_seed(self._seed + crc32(array("q", samples.indices)), position)
+        own = (self.seed << 96) + (CONVERSION_TAG << 32)
+        seed = stream_seed(own + crc32(array("q", samples.indices)), position)
         stream.seed(seed)
         seed_python_and_numpy(seed)
 
@@ -401,27 +398,20 @@ class Conversion:
                 "0" if nest.is_record(batch) else "",
             )
 
-        def rows(tensor: torch.Tensor) -> torch.Tensor:
-            if own:
-                tensor = own.get(tensor, tensor)
-            mine = tensor if len(part) == tensor.size(0) else _strided(tensor)[part.start : part.stop : part.step]
-            # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
-            return copy_to_device(_counted_apart(mine if part.step == 1 else mine.contiguous()), device)
+        each_dim = repeat(0) if dims == 0 else iter(_dims(batch, dims)[2])
 
-        if dims == 0:
-            return nest.map_tensors(rows, batch)
-        each_dim = iter(_dims(batch, dims)[2])
-
-        def along(tensor: torch.Tensor) -> torch.Tensor:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
             dim, tensor = next(each_dim), own.get(tensor, tensor)
-            if dim is not None:
-                # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the
-                # first dimension has.
-                part_of = (slice(None),) * dim + (slice(part.start, part.stop, part.step),)
-                tensor = _strided(tensor)[part_of].contiguous()
+            # Rows that are all rows need no cut, and may be those of a sparse or nested tensor.
+            if dim is not None and not (dims == 0 and len(part) == tensor.size(0)):
+                tensor = _strided(tensor)[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)]
+            # Contiguous where a part is not adjacent, so that a shard has the strides of a tensor of its size: kernels
+            # may round differently for others, and the bits must not depend on how shards are cut.
+            if dim is not None and not (dims == 0 and part.step == 1):
+                tensor = tensor.contiguous()
             return copy_to_device(_counted_apart(tensor), device)
 
-        return nest.map_tensors(along, batch)
+        return nest.map_tensors(cut, batch)
 
 
 def _counted_apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,6 @@ MAIN = "main"
 
 Names = tuple[str, ...]
 """The names of the optimizers that a gradient is for."""
-
-T = TypeVar("T")
 
 _LIGHTNING = (
     ' Of configured = model.configure_optimizers(), pass configured["optimizer"] here, and '
@@ -182,14 +179,6 @@ class NetworkSet:
         """The networks as one module."""
         return Networks(self.modules) if self.several else self.modules[MAIN]
 
-    def selector(self, name: str) -> Callable[[nn.Module], nn.Module]:
-        """Return a function that finds a network in a replica of `module`.
-
-        Args:
-            name: The name of the network.
-        """
-        return partial(_select, name) if self.several else itself
-
     def loss_fn(self, loss_fn: LossFunction) -> LossFunction:
         """Convert a loss function of the user to one that receives `module`.
 
@@ -201,15 +190,6 @@ class NetworkSet:
         if isinstance(loss_fn, BatchLoss):
             return replace(loss_fn, forward=NamedLoss(loss_fn.forward))
         return NamedLoss(loss_fn)
-
-
-def _select(name: str, replica: nn.Module) -> nn.Module:
-    return cast("Networks", replica).by_name[name]
-
-
-def itself(replica: nn.Module) -> nn.Module:
-    """Return a replica, as the network of a model that has one."""
-    return replica
 
 
 def parse_networks(model: object) -> NetworkSet:

@@ -16,7 +16,7 @@ from lockstep.precision import CurrentScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
 from lockstep.updaters.state.frozen import check_frozen, frozen_names, restore_frozen
-from lockstep.updaters.state.savepoint import copy_state
+from lockstep.updaters.state.savepoint import Savepoint, copy_state
 from lockstep.updaters.state.training import TrainingState
 
 
@@ -145,7 +145,7 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
     _separate_elements(training.replicas.model)
-    savepoint, registered = training.save(), RegisteredTensors(training.replicas.model)
+    savepoint, registered = Savepoint(training), RegisteredTensors(training.replicas.model)
     try:
         _load_parts(training, state)
     # A KeyboardInterrupt halfway through must not leave a mixture of two states either.

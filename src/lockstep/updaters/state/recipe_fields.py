@@ -25,6 +25,7 @@ from lockstep.updaters.setup.names import MAIN
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.frozen import frozen_names, frozen_text
+from lockstep.updaters.state.training import TrainingState
 
 
 def name_of(value: object) -> str | None:
@@ -95,33 +96,21 @@ _MOVED: Final = frozenset({"params", "initial_lr"})
 """Entries of an optimizer's groups that are no options: `initial_lr` belongs to schedulers, which list it."""
 
 
-def settings_of(
-    loss_scale: LossScale,
-    *,
-    models: Mapping[str, nn.Module],
-    iterators: Mapping[str, BatchSource],
-    optimizers: Mapping[str, Optimizer],
-    schedulers: Mapping[str, LRScheduler],
-    carried: CarriedValues | None,
-) -> RecipeFields:
+def settings_of(training: TrainingState) -> RecipeFields:
     """Describe the settings of the parts of a run that change during training, and must be read before it.
 
     Args:
-        loss_scale: The loss scale.
-        models: The models by name, of which some parameters may be frozen.
-        iterators: The batch iterators by name.
-        optimizers: The optimizers by name.
-        schedulers: The schedulers that step with applied updates.
-        carried: The values that are carried from batch to batch, if there are any.
+        training: The training state.
     """
-    described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
+    models = training.models
+    described = dict(_loss_scale_fields(training.loss_scale)) | dict(_carried_fields(training.carried))
     # A run that freezes nothing has the fields that it had before these existed.
     described |= {_joined(name, "frozen"): frozen_text(paths) for name, paths in frozen_names(models).items()}
     paths = {id(each): _joined(name, path) for name, model in models.items() for path, each in model.named_parameters()}
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
-        ("", iterators, _iterator_fields),
-        ("optimizer", optimizers, partial(_optimizer_fields, paths=paths)),
-        ("scheduler", schedulers, scheduler_fields),
+        ("", training.iterators, _iterator_fields),
+        ("optimizer", training.optimizers, partial(_optimizer_fields, paths=paths)),
+        ("scheduler", training.schedulers, scheduler_fields),
     )
     for kind, named, describe in parts:
         for name, each in named.items():

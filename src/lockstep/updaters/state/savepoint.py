@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,46 +12,34 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.optim import StatefulHook, without_pre_hooks
-from lockstep.precision import MasterWeights
-from lockstep.updaters.state.carried import CarriedValues
-from lockstep.updaters.state.sharding import ShardedState
+from lockstep.optim import without_pre_hooks
+from lockstep.updaters.state.training import TrainingState
 
 
 class Savepoint:
     """The current values of parameters, buffers, optimizers and schedulers.
 
     Args:
-        model: All networks. Parameters without a shape are left out; see `include`.
-        optimizers: The optimizers, of which the state, options and counters are copied.
-        stateful: The learning rate schedulers, and the hooks of steps with a state.
-        masters: The float32 master weights of parameters in half precision.
-        sharded: The state of optimizers that is shared out over ranks, of which this rank copies its part.
-        carried: The values that are carried from batch to batch, which steps replace and do not change; None for none.
+        training: The training state, with everything that steps may change. Parameters without a shape are left out;
+            see `include`. Of state that is shared out over ranks, this rank copies its part.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Iterable[Optimizer],
-        stateful: Iterable[LRScheduler | StatefulHook],
-        masters: Iterable[MasterWeights] = (),
-        sharded: Iterable[ShardedState] = (),
-        *,
-        carried: CarriedValues | None = None,
-    ) -> None:
+    def __init__(self, training: TrainingState) -> None:
+        training.unsaved.check()
+        carried = training.carried
+        # Steps replace these values, and do not change them.
         self._carried = None if carried is None else (carried, carried.current)
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
-        self.include(model)
-        self._sharded = [(each, copy_state(each.own_state())) for each in sharded]
+        self.include(training.replicas.model)
+        self._sharded = [(each, copy_state(each.own_state())) for each in training.sharded.values()]
         with ExitStack() as hidden:
             for each, _ in self._sharded:
                 hidden.enter_context(each.without_state())
-            self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
+            self._optimizers = [(each, copy_state(each.state_dict())) for each in training.optimizers.values()]
+        stateful = (*training.schedulers.values(), *training.step_hooks().values())
         self._stateful = [(each, copy_state(each.state_dict())) for each in stateful]
-        self._masters = [(each, copy_state(each.saved_masters())) for each in masters]
+        self._masters = [(each, copy_state(each.saved_masters())) for each in training.all_masters()]
 
     def include(self, model: nn.Module) -> None:
         """Copy tensors that have got their shape since.

@@ -20,6 +20,7 @@ from lockstep.communicators import Communicator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.plan import slices
+from lockstep.precision import parameters_of
 from lockstep.state import temporarily
 from lockstep.strides import is_dense, laid_out_for
 
@@ -91,12 +92,9 @@ class ShardedState:
         self._communicator = communicator
         self._start_gather = start_gather
         self._shared = SharedOutState()
+        self.held: list[Tensor] = []
+        """The parameters of the model that were shared out last; meanwhile the groups may hold master weights."""
         optimizer.register_state_dict_pre_hook(_refuse_shared_out)
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters in all groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def share_out(self) -> None:
         """Share out parameters that have no owner yet, and cut state that the optimizer was given or has loaded.
@@ -107,7 +105,7 @@ class ShardedState:
         # Another updater may have shared it out, before or after this one was built.
         if isinstance(given, SharedOutState):
             self._shared = given
-        parameters = self.parameters
+        self.held = parameters = parameters_of(self.optimizer)
         new = [parameter for parameter in parameters if parameter not in self._shared.owned]
         # Apart, because frozen parameters need no state.
         for some in ([each for each in new if each.requires_grad], [each for each in new if not each.requires_grad]):
@@ -138,14 +136,13 @@ class ShardedState:
             return value
         return flat(laid_out_for(parameter, value))[own.start : own.stop].clone()
 
-    def pieces(self, parameters: Sequence[Tensor], current: Sequence[Tensor]) -> list[Tensor | None]:
+    def pieces(self, current: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what this rank steps in place of each parameter, with its gradient; None where it owns nothing.
 
         Args:
-            parameters: The parameters of the model, in the order of the groups.
             current: What the groups hold now: the parameters, or their master weights.
         """
-        return [self._piece(each, self._own(parameter)) for parameter, each in zip(parameters, current, strict=True)]
+        return [self._piece(each, self._own(parameter)) for parameter, each in zip(self.held, current, strict=True)]
 
     def _piece(self, tensor: Tensor, own: range | None) -> Tensor | None:
         if own is None:
@@ -157,19 +154,14 @@ class ShardedState:
             piece.grad = flat(laid_out_for(tensor, tensor.grad))[own.start : own.stop]
         return piece
 
-    def state_of(self, parameters: Sequence[Tensor], pieces: Sequence[Tensor | None]) -> defaultdict[Tensor, Any]:
+    def state_of(self, pieces: Sequence[Tensor | None]) -> defaultdict[Tensor, Any]:
         """Return the state of pieces, as an optimizer holds it during a step."""
-        held, pairs = self._shared.pieces, zip(parameters, pieces, strict=True)
-        return defaultdict(dict, {piece: held[each] for each, piece in pairs if piece is not None and each in held})
+        known, pairs = self._shared.pieces, zip(self.held, pieces, strict=True)
+        return defaultdict(dict, {piece: known[each] for each, piece in pairs if piece is not None and each in known})
 
-    def keep(
-        self,
-        parameters: Sequence[Tensor],
-        pieces: Sequence[Tensor | None],
-        state: dict[Tensor, ParameterState],
-    ) -> None:
+    def keep(self, pieces: Sequence[Tensor | None], state: dict[Tensor, ParameterState]) -> None:
         """Keep the state of pieces after a step."""
-        pairs = zip(parameters, pieces, strict=True)
+        pairs = zip(self.held, pieces, strict=True)
         self._shared.pieces = {each: state[piece] for each, piece in pairs if piece is not None and piece in state}
 
     def gather(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
@@ -200,7 +192,7 @@ class ShardedState:
         if not isinstance(self.optimizer.state, SharedOutState):
             return nullcontext()
         self._start_gather()
-        return temporarily(self.optimizer, state=self.gathered(self.parameters))
+        return temporarily(self.optimizer, state=self.gathered(parameters_of(self.optimizer)))
 
     def without_state(self) -> AbstractContextManager[None]:
         """Return a context in which the optimizer holds no state, so that its options can be read alone."""
@@ -253,16 +245,16 @@ def _memory_for(
 ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
     """Return memory for one value of the state of a parameter, and views of what each rank has of it."""
     device = "cpu" if about.on_host else parameter.device
-    rank, own = owners[0]
-    if about.shape == (len(own),) and len(own) < parameter.numel():
-        whole = torch.empty_like(parameter, dtype=about.dtype, device=device, requires_grad=False)
-        return whole, [(rank, flat(whole)[own.start : own.stop]) for rank, own in owners]
-    # The state of a parameter that is not cut, or a number such as the count of steps, which all owners have.
-    if about.shape == parameter.shape:
+    first, own = owners[0]
+    is_cut = about.shape == (len(own),) and len(own) < parameter.numel()
+    if is_cut or about.shape == parameter.shape:
         whole = torch.empty_like(parameter, dtype=about.dtype, device=device, requires_grad=False)
     else:
         whole = torch.empty(about.shape, dtype=about.dtype, device=device)
-    return whole, [(rank, flat(whole))]
+    if is_cut:
+        return whole, [(rank, flat(whole)[own.start : own.stop]) for rank, own in owners]
+    # The state of a parameter that is not cut, or a number such as the count of steps, which all owners have.
+    return whole, [(first, flat(whole))]
 
 
 def share(tensors: Sequence[Tensor], num_ranks: int) -> list[Owners]:

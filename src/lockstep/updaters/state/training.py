@@ -18,10 +18,8 @@ from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameters_of, to_device
 from lockstep.replicas import ReplicaSet
-from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.setup.names import Names
 from lockstep.updaters.state.carried import CarriedValues
-from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
-from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.state.sharding import ShardedState
 from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
 
@@ -43,7 +41,7 @@ class TrainingState:
         carried: The values that are carried from batch to batch, if there are any.
         sharded: The parts of the state of optimizers that this rank holds where the ranks share it out, by name.
         mode_was_changed: Whether `ensure_training_mode` has warned.
-        settings: The settings of the parts as they were when the run was set up.
+        settings: What `settings_of` returned when the run was set up.
         unsaved: Warns of what optimizers remember and no state holds.
     """
 
@@ -59,24 +57,11 @@ class TrainingState:
     carried: CarriedValues | None = None
     sharded: dict[str, ShardedState] = field(default_factory=dict)
     mode_was_changed: bool = False
-    settings: RecipeFields = field(init=False)
+    settings: dict[str, Any] = field(init=False)
     unsaved: UnsavedState = field(init=False)
 
     def __post_init__(self) -> None:
-        # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
-        self.settings = self.current_settings()
         self.unsaved = UnsavedState(self.optimizers.values())
-
-    def current_settings(self) -> RecipeFields:
-        """Describe the settings of the parts as they are now."""
-        return settings_of(
-            self.scale.value,
-            models=self.models,
-            iterators=self.iterators,
-            optimizers=self.optimizers,
-            schedulers=self.schedulers,
-            carried=self.carried,
-        )
 
     def ensure_training_mode(self) -> None:
         """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.
@@ -110,11 +95,6 @@ class TrainingState:
         # Kept as a number, so that the next read does not wait again.
         self.num_applied = int(self.num_applied)
         return self.num_applied
-
-    @property
-    def iterator(self) -> Iterator:
-        """The main iterator, which provides the batch that an update begins with."""
-        return self.iterators[MAIN]
 
     def keep_carried(self, new: Sequence[torch.Tensor] | None, *, unless: torch.Tensor | None) -> None:
         """Replace the values that are carried to the next batch.
@@ -203,7 +183,7 @@ class TrainingState:
             if not is_lazy(tensor):
                 found[name] = tensor
                 names[tensor] = name
-        for masters in self._all_masters():
+        for masters in self.all_masters():
             found.update({f"the master of {name}": master for name, master in masters.named(model).items()})
         for optimizer in self.optimizers.values():
             state: dict[Any, Any] = optimizer.state
@@ -218,19 +198,10 @@ class TrainingState:
         # order.
         return {name: found[name] for name in sorted(found)}
 
-    def _all_masters(self) -> list[MasterWeights]:
+    def all_masters(self) -> list[MasterWeights]:
         """List the master weights of all optimizers, including those that optimizers hold themselves."""
         held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
         return [each for each in held if each is not None]
-
-    def save(self) -> Savepoint:
-        """Copy everything that steps may change."""
-        self.unsaved.check()
-        stateful = [*self.schedulers.values(), *self.step_hooks().values()]
-        masters, sharded = self._all_masters(), self.sharded.values()
-        return Savepoint(
-            self.replicas.model, self.optimizers.values(), stateful, masters, sharded, carried=self.carried
-        )
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

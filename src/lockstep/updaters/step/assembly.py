@@ -19,6 +19,7 @@ from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Coordinator
 from lockstep.updaters.ranks.rank_reduction import join_ranks
 from lockstep.updaters.setup.names import (
+    MAIN,
     NetworkSet,
     by_name,
     check_unnamed,
@@ -28,6 +29,7 @@ from lockstep.updaters.setup.names import (
 )
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried, CarriedValues
+from lockstep.updaters.state.recipe_fields import settings_of
 from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.checks import (
     check_fit,
@@ -41,7 +43,6 @@ from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
 from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
-from lockstep.updaters.step.skips import SkippedUpdates
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -51,28 +52,20 @@ class Parts:
     """The parts of an updater.
 
     Attributes:
-        recipe: The arguments that the result depends on.
         networks: The networks as the user gave them, and as loss functions receive them.
-        training: The training state.
         communicator: The communicator of the run.
         coordinator: Communicates with the other ranks, if there are any.
         engine: Runs the stages of an update that change nothing.
         retry: Decides what follows a non-finite gradient.
         committer: Runs the last stage.
-        deferral: Decides whether the overflow check stays on the device.
-        skips: Notices updates that are skipped.
     """
 
-    recipe: Recipe
     networks: NetworkSet
-    training: TrainingState
     communicator: Communicator
     coordinator: Coordinator
     engine: GradientEngine
     retry: OverflowRetry
     committer: Committer
-    deferral: Deferral
-    skips: SkippedUpdates
 
 
 def assemble(
@@ -136,6 +129,8 @@ def assemble(
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
+    # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
+    training.settings = settings_of(training)
     # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
@@ -155,21 +150,18 @@ def assemble(
     # A step function may use batches in any way.
     if replicas.accelerators and copy_ahead and not custom_step:
         always = copy_ahead is True
-        engine.ahead = NextBatches(training.iterator, replicas, engine.conversion, engine.share, always=always)
+        engine.ahead = NextBatches(training.iterators[MAIN], replicas, engine.conversion, engine.share, always=always)
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
             each.load_only(engine.own_samples)
     _warn_of_shards(recipe, engine, communicator)
     coordinator = Coordinator() if ranks is None else ranks.coordinator
-    shared = share_out(
-        training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
-    )
+    shared = {} if ranks is None else share_out(training, communicator, shard_optimizer, ranks)
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
-    skips = SkippedUpdates(training, recipe.max_skipped)
     retry = OverflowRetry(engine, deferral, coordinator)
-    committer = Committer(engine, deferral, skips, shared=shared)
-    return Parts(recipe, networks, training, communicator, coordinator, engine, retry, committer, deferral, skips)
+    committer = Committer(engine, deferral, shared=shared)
+    return Parts(networks, communicator, coordinator, engine, retry, committer)
 
 
 def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Communicator) -> None:
@@ -183,7 +175,7 @@ def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Commun
         )
     if communicator.rank == 0:
         devices = len(engine.replicas.devices) * communicator.size
-        warn_of_idle_devices(recipe, engine.training.iterator, devices=devices)
+        warn_of_idle_devices(recipe, engine.training.iterators[MAIN], devices=devices)
 
 
 def _prepare_hooks(optimizers: Mapping[str, Optimizer]) -> None:

@@ -372,14 +372,14 @@ def check_first_shards(
             )
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
-    if context.reads_buffers:
+    if context.at_start:
         check_no_original_attributes(loss_fn, model, prepared.runners[0].replica)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
     check_leaves(context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
     counted = {report.shard for task in attempt.device_tasks for report in task.reports}
-    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.reads_buffers]
+    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.at_start]
     check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, methodcaller
@@ -29,6 +28,7 @@ from lockstep.updaters.attempt.deferred import Deferral
 from lockstep.updaters.attempt.step_stream import StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
@@ -39,7 +39,7 @@ from lockstep.updaters.step.checks import (
     clipping_norms,
 )
 from lockstep.updaters.step.engine import GradientEngine
-from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
+from lockstep.updaters.step.optimizer_step import NO_STREAM, OpenStream, OptimizerStep
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -196,21 +196,20 @@ class Committer:
     Args:
         engine: The gradient engine that made the attempts.
         deferral: Decides whether a deferred check is read after all.
-        skips: Notices updates that are skipped.
         shared: The steps of optimizers that the ranks share out, by name.
 
     Attributes:
+        deferral: Decides whether the overflow check stays on the device.
+        skips: Notices updates that are skipped.
         stream: The stream of what an update draws after its shards.
     """
 
-    def __init__(
-        self, engine: GradientEngine, deferral: Deferral, skips: SkippedUpdates, *, shared: Mapping[str, SharedStep]
-    ) -> None:
+    def __init__(self, engine: GradientEngine, deferral: Deferral, *, shared: Mapping[str, SharedStep]) -> None:
         training, recipe = engine.training, engine.recipe
         norms = clipping_norms(recipe.clip_grad_norm, training.optimizers)
         self._clips = bool(norms)
-        self._deferral = deferral
-        self._skips = skips
+        self.deferral = deferral
+        self.skips = SkippedUpdates(training, recipe.max_skipped)
         self._engine = engine
         self._training = training
         self._steps = {
@@ -315,7 +314,7 @@ class Committer:
                 self.note(names, attempt)
             if len(names) > 1:
                 # One optimizer cannot take its step back, so the state is copied first. A single one saves this copy.
-                savepoint = self._training.save()
+                savepoint = Savepoint(self._training)
             applied = attempt.applied
             late_errors = [] if applied is False else self._apply(names, attempt, settings)
             if savepoint is None:
@@ -378,11 +377,11 @@ class Committer:
             NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
         """
         if not attempt.reports:
-            self._skips.note_empty()
+            self.skips.note_empty()
         # A hook or a scheduler that the user has added since the first stage may need the check on the host.
         if attempt.overflow_check.found_inf is not None:
-            attempt.overflow_check = self._deferral.read_if_needed(attempt.overflow_check, names)
-        self._skips.note(attempt)
+            attempt.overflow_check = self.deferral.read_if_needed(attempt.overflow_check, names)
+        self.skips.note(attempt)
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
         """Step the optimizers, then store the new buffers in the model.
@@ -418,9 +417,7 @@ class Committer:
             late_errors += self._step_schedulers(names, draws)
         return late_errors
 
-    def _step_schedulers(
-        self, names: Names, draws: Callable[[Sequence[object]], AbstractContextManager[None]]
-    ) -> list[BaseException]:
+    def _step_schedulers(self, names: Names, draws: OpenStream) -> list[BaseException]:
         """Step the schedulers of optimizers that have moved weights.
 
         Args:
@@ -453,9 +450,7 @@ class Committer:
         self._engine.watch.phase = "optimizer"
         self.own_steps.end()
         optimizer.step(closure)  # type: ignore[arg-type]  # typed as returning a float, which a tensor can be
-        for scheduler in self._training.schedulers.values():
-            if scheduler.optimizer is optimizer:
-                scheduler.step()
+        _raise_first(self._step_schedulers((name,), partial(self.stream.opened, None)))
 
     def store_buffers(self, attempt: Attempt) -> None:
         """Write the combined buffers of an attempt's shards to the models whose buffers it may change."""

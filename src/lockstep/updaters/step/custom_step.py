@@ -22,6 +22,7 @@ from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
+from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -81,7 +82,7 @@ class CustomStep:
 
     def __init__(self, parts: Parts, default_request: GradientRequest) -> None:
         self._parts = parts
-        self._engine, self._training = parts.engine, parts.training
+        self._engine, self._training = parts.engine, parts.engine.training
         self._coordinator, self._committer = parts.coordinator, parts.committer
         self._default_request = default_request
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
@@ -109,7 +110,7 @@ class CustomStep:
             batch = next(iter(engine.next_batches(0)))
         scale = training.scale
         # Also kept in the context: parameters that get their shapes inside the update are added to it.
-        context.savepoint = savepoint = training.save()
+        context.savepoint = savepoint = Savepoint(training)
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
             # The step function itself may draw random numbers. They come from a stream of this update, so that a
@@ -141,7 +142,7 @@ class CustomStep:
         """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
         networks = self._parts.networks
-        if loss_fn is None and self._parts.recipe.loss_fn is None and networks.several:
+        if loss_fn is None and self._engine.recipe.loss_fn is None and networks.several:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         if isinstance(buffers_of, str):
             raise TypeError(
@@ -244,8 +245,8 @@ class CustomStep:
                         f"`apply_gradients` must be called by a step function for {kind}, whose step computes "
                         "gradients again. Call `update` instead, or pass `step_fn`."
                     )
-            self._coordinator.check_process()
             attempt = self._pop(names)
+            self._coordinator.start_update()
             with UpdateContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
                 return self._committer.commit(names, attempt, context.settings, consumed={})
@@ -309,7 +310,7 @@ class CustomStep:
             state.undo_change()
             return use(self._final_attempt(attempt.request, (name,), batch, context))
 
-        savepoint = self._training.save()
+        savepoint = Savepoint(self._training)
         try:
             known.append((use(attempt), seals()))
             self._committer.step_with_closure(name, closure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -30,9 +29,9 @@ from lockstep.updaters.attempt.attempt import Attempt, GradientRequest, check_fi
 from lockstep.updaters.attempt.audit import Audit, Auditor, Exchange, names_of_seals
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
-from lockstep.updaters.compute.prepared_model import PreparedModel, without_gradients
-from lockstep.updaters.compute.shard_gradients import DeviceGradientTask, GradientContext
-from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
+from lockstep.updaters.compute.prepared_model import PreparedModel
+from lockstep.updaters.compute.shard_gradients import NO_CONTEXT, DeviceGradientTask, GradientContext
+from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.detectors import outside_tensors, states
 from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks.rank_reduction import RankReduction
@@ -58,14 +57,12 @@ from lockstep.updaters.step.next_batches import NextBatches
 from lockstep.updaters.step.parts import compare_parts
 from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
 
-LOCAL_ASSIGNMENT: Final = ShardAssignment()
 ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
 AUDITED_AGAIN: Final = 8
 """The number of updates after which another one is audited, as after 16, 32, 64, ...: what a program does wrong may
 begin later, such as in a second phase of its loss."""
-NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 WHY_NOT_TO_SEND: Final = (
     "They are called for each shard of a batch, of which each rank has its own number. Remove the call, and compute a "
     "loss over the whole batch by a BatchLoss."
@@ -114,7 +111,7 @@ class GradientEngine:
         self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
         self.conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
-        self.ranks = ranks
+        self.ranks, self._rank = ranks, 0 if ranks is None else ranks.rank
         self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
@@ -226,8 +223,8 @@ class GradientEngine:
             merges=self._merges and self.prepared.has_large,
         )
         if update < self._checked_until:
-            options = options_of(self.training.optimizers, request.loss_fn)
-            gradients.begin_first(options, reads_buffers=update == self._start)
+            gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
+            gradients.options = options_of(self.training.optimizers, request.loss_fn)
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
@@ -241,9 +238,8 @@ class GradientEngine:
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
         if not self.auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
             return None
-        rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
-        audit = self.auditor.choose(everywhere, rank, update, movable=not may_draw(attempt.batches))
+        audit = self.auditor.choose(everywhere, self._rank, update, movable=not may_draw(attempt.batches))
         carried = () if self.training.carried is None else self.training.carried.names
         others = [*(ref.path for ref in self.prepared.buffer_refs), *carried]
         audit.names = names_of_seals(self.prepared.named_parameters, others)
@@ -272,7 +268,6 @@ class GradientEngine:
             self.conversion,
             self.first_stream,
             self._run_shards,
-            self.training.iteration == self._start,
             self.is_first,
         )
 
@@ -291,14 +286,10 @@ class GradientEngine:
             return
         runner = prepared.runners[place]
         first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-        start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.reads_buffers)
+        start = runner.buffers.start_shards(first, deferred=request.deferred, compares=context.at_start)
         tasks[place] = task = DeviceGradientTask(context, last, prepared.observers[place], ShardSum(first), start)
-        if request.wanted is None:
+        with NO_CONTEXT if request.wanted is None else prepared.only(request.wanted, runner):
             runner.run(shards, task, self.streams)
-        else:
-            unwanted = prepared.unwanted_indices(request.wanted)
-            with without_gradients([runner.parameters[index] for index in unwanted]):
-                runner.run(shards, task, self.streams)
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
         """Return the shards of a device, which run again, with the tensors that they had first."""
@@ -447,7 +438,6 @@ class GradientEngine:
                 repeat=left_out,
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
-                compares_buffers=attempt.gradient_context.is_first,
                 refuted=partial(self._is_refuted, attempt, context),
                 damaged=partial(self.auditor.must_repeat_sum, (self.training.iteration, request.computation)),
             )
@@ -548,16 +538,14 @@ class GradientEngine:
     @property
     def num_devices(self) -> int:
         """The number of devices of all ranks."""
-        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
-        return assignment.num_devices(len(self.replicas.devices))
+        return len(self.replicas.devices) if self.ranks is None else sum(map(len, self.ranks.workloads))
 
     def share(self, sizes: Sequence[int], num_shards: int | None = None) -> RankShare:
         """Return the shards of batches of these sizes that this process computes; by default as many as in updates."""
         # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
-        own = self.replicas.workloads if self.ranks is None else self.ranks.workloads
-        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
+        workloads = (tuple(self.replicas.workloads),) if self.ranks is None else self.ranks.workloads
         strided = self.recipe.split == "strided"
-        return share_of(assignment, tuple(sizes), num_shards or self.recipe.num_shards, tuple(own), strided)
+        return share_of(workloads, self._rank, tuple(sizes), num_shards or self.recipe.num_shards, strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Return the samples of a batch that this process computes, if all batches of the update have this size.

@@ -21,9 +21,9 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.prepared_model import recording_runners
 from lockstep.updaters.compute.shard_gradients import DeviceForwards, ShardFunction, ShardResult
-from lockstep.updaters.compute.shares import RankShare, ShardAssignment, share_of
+from lockstep.updaters.compute.shares import RankShare, share_of
 from lockstep.updaters.setup.batches import Conversion, Converter, batch_size
-from lockstep.updaters.setup.names import MAIN, itself
+from lockstep.updaters.setup.names import MAIN, Networks
 from lockstep.updaters.step.assembly import Parts
 from lockstep.updaters.step.parts import parts_of
 
@@ -43,13 +43,12 @@ class InferenceRunner:
         replicas: The model and its replicas.
         communicator: The communicator of the ranks.
         precision: The precision policy.
-        conversion: Creates the tensors of shards.
-        seed: The seed of the random streams.
+        conversion: Creates the tensors of shards, and has the seed of the random streams.
         shards_per_batch: The number of shards that a batch is cut into.
         num_devices: The number of devices of all ranks.
         share: Returns the shards that this process computes, for batches of the given sizes.
         streams: Opens the random streams.
-        network_of: Returns the network to run, given a replica of the model.
+        model_name: The name of the network to run, if the model is one of several by name.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
         audits: Whether the updates of the updater are audited.
@@ -59,13 +58,12 @@ class InferenceRunner:
     communicator: Communicator
     precision: Precision
     conversion: Conversion
-    seed: int
     shards_per_batch: int
     num_devices: int
     share: Callable[[Sequence[int]], RankShare]
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
-    network_of: Callable[[nn.Module], nn.Module] = itself
+    model_name: str = MAIN
     runners: Sequence[ShardRunner] = ()
     audits: bool = False
 
@@ -81,7 +79,7 @@ class InferenceRunner:
             model: Another model to run instead of one of the updater's.
             model_name: The name of the updater's model to run.
         """
-        engine, recipe = parts.engine, parts.recipe
+        engine, recipe = parts.engine, parts.engine.recipe
         replicas, streams = engine.replicas, engine.streams
 
         def runners_of_updater() -> Sequence[ShardRunner]:
@@ -98,13 +96,12 @@ class InferenceRunner:
             parts.communicator,
             recipe.precision_policy,
             Conversion(recipe.converter, recipe.batch_dim, recipe.seed + SEED_OFFSET),
-            recipe.seed + SEED_OFFSET,
             num_shards or engine.shards_per_batch,
             engine.num_devices,
             partial(engine.share, num_shards=num_shards),
             streams,
             runners_of_updater if model is None else partial(recording_runners, replicas),
-            parts.networks.selector(model_name) if model is None else itself,
+            model_name,
             audits=engine.auditor.is_on,
         )
 
@@ -138,23 +135,21 @@ class InferenceRunner:
         policy = parse_precision(_held_precision(model) if precision is None else precision)
         policy.check_model(model)
         replicas = ReplicaSet(model, [_device_of(model)] if devices is None else devices)
-        rank, size = communicator.rank, communicator.size
-        own = (1.0,) * len(replicas.devices)
-        counts = [1] * size if devices is None or size == 1 else communicator.gather_objects(len(own))
-        workloads = [(1.0,) * count for count in counts]
-        assignment = ShardAssignment(tuple(workloads[:rank]), tuple(workloads[rank + 1 :]))
+        own = len(replicas.devices)
+        is_alone = devices is None or communicator.size == 1
+        counts = [own] * communicator.size if is_alone else communicator.gather_objects(own)
+        workloads = tuple((1.0,) * count for count in counts)
 
         def share(sizes: Sequence[int]) -> RankShare:
-            return share_of(assignment, tuple(sizes), num_shards or 1, own, strided=False)
+            return share_of(workloads, communicator.rank, tuple(sizes), num_shards or 1, strided=False)
 
         return cls(
             replicas,
             communicator,
             policy,
-            Conversion(converter, 0, SEED_OFFSET + seed),
-            SEED_OFFSET + seed,
+            Conversion(converter, 0, seed + SEED_OFFSET),
             num_shards or 1,
-            assignment.num_devices(len(own)),
+            sum(counts),
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
             partial(recording_runners, replicas),
@@ -169,6 +164,10 @@ class InferenceRunner:
         """Update the replicas to the model, and return them; call this before `run` and after changes of the model."""
         self.runners = self.create_runners()
         return [runner.replica for runner in self.runners]
+
+    def network_of(self, replica: nn.Module) -> nn.Module:
+        """Return the network to run, given a replica of the model."""
+        return replica.by_name[self.model_name] if isinstance(replica, Networks) else replica
 
     def release(self) -> None:
         """Stop the threads of the replicas, and restore the random kernels of torch, until the next `run`."""
@@ -286,7 +285,7 @@ class InferenceRunner:
 
         self.streams.run(
             run,
-            seed=self.seed,
+            seed=self.conversion.seed,
             first=first * self.shards_per_batch,
             parallel=self.replicas.wants_threads(device_shards),
         )

@@ -18,7 +18,6 @@ from lockstep.updaters.step.checks import VERSION_OF
 from lockstep.updaters.step.fused import match_state_layout
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.stepping import (
-    Part,
     RunOnDevices,
     StepProgress,
     balance,
@@ -54,8 +53,6 @@ class OptimizerStep:
     def __post_init__(self) -> None:
         self.grad_norm: torch.Tensor | None = None
         self._in_parts = can_step_in_parts(self.optimizer)
-        self._parts: list[Part] = []
-        self._assigned: list[int] = []
 
     def step(
         self, *, num_devices: int, run: RunOnDevices, draws: OpenStream, found_inf: torch.Tensor | None = None
@@ -117,8 +114,8 @@ class OptimizerStep:
                 if self.shared is not None:
                     self.shared.step(parameters, num_devices if in_parts else 1, run, progress)
                 elif num_devices > 1 and in_parts:
-                    self._assign_parameters(parameters, num_devices)
-                    step_in_parts(self.optimizer, lambda: self._parts, run, progress)
+                    whole = {id(parameter): parameter for parameter in parameters}
+                    step_in_parts(self.optimizer, lambda: balance(whole, num_devices), run, progress)
                 else:
                     step_whole(self.optimizer, progress)
         except BaseException as error:
@@ -165,11 +162,3 @@ class OptimizerStep:
                 f"first weight that moved and the last: {error}. Load a saved state."
             ) from error
         return False
-
-    def _assign_parameters(self, parameters: list[torch.Tensor], num_devices: int) -> None:
-        """Distribute the parameters over devices, again whenever they have changed."""
-        # Compared by identity: the user may add a parameter group at any time.
-        assigned = [num_devices, *map(id, parameters)]
-        if assigned != self._assigned:
-            whole = {id(parameter): parameter for parameter in parameters}
-            self._parts, self._assigned = balance(whole, num_devices), assigned

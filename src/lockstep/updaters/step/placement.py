@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
 from lockstep.precision import asks_for_closure, parameters_of
-from lockstep.updaters.ranks.coordinator import Coordinator
+from lockstep.updaters.ranks.rank_reduction import RankReduction
 from lockstep.updaters.state.sharding import ShardedState
 from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.sharing import SharedStep, steps_elements
@@ -86,9 +86,7 @@ def share_out(
     training: TrainingState,
     communicator: Communicator,
     chosen: ShardOptimizer,
-    coordinator: Coordinator,
-    *,
-    one_machine: bool,
+    ranks: RankReduction,
 ) -> dict[str, SharedStep]:
     """Share out the optimizers of a run over its ranks, where that is chosen.
 
@@ -96,19 +94,19 @@ def share_out(
         training: The training state, which gets what this rank holds of the state of each.
         communicator: The communicator of the run.
         chosen: The argument `shard_optimizer` of the updater.
-        coordinator: Communicates with the other ranks.
-        one_machine: Whether all ranks are on one machine. Elsewhere, by default no more is sent than without sharing.
+        ranks: The reduction over ranks. By default, if they are on several machines, no more is sent than without
+            sharing.
 
     Returns:
         The steps of the optimizers that are shared out, by name.
     """
-    if communicator.size == 1 or chosen is False:
+    if chosen is False:
         return {}
     model, shared = training.replicas.model, {}
     for name, optimizer in training.optimizers.items():
-        if chosen == "auto" and not (one_machine and _gains(optimizer) and why_whole(optimizer, model) is None):
+        if chosen == "auto" and not (ranks.one_machine and _gains(optimizer) and why_whole(optimizer, model) is None):
             continue
-        training.sharded[name] = ShardedState(optimizer, communicator, coordinator.start_gather)
+        training.sharded[name] = ShardedState(optimizer, communicator, ranks.coordinator.start_gather)
         shared[name] = SharedStep(training.sharded[name], communicator)
     if shared and communicator.rank == 0:
         LOG.info(

@@ -53,8 +53,7 @@ class Recomputation:
         conversion: Creates the tensors of shards.
         first_stream: Returns the position of the first random stream of a gradient of the update.
         run_shards: Computes the shards of a device.
-        at_start: Whether the update is the first one after an updater was built or a state was loaded.
-        is_first: Whether it is one of the first, in which there are more checks.
+        is_first: Whether the update is one of the first, in which there are more checks.
     """
 
     training: TrainingState
@@ -65,7 +64,6 @@ class Recomputation:
     conversion: Conversion
     first_stream: Callable[..., int]
     run_shards: Callable[..., None]
-    at_start: bool
     is_first: bool
 
     def choose_neighbours(self, attempt: Attempt, audit: Audit) -> None:
@@ -107,7 +105,7 @@ class Recomputation:
         """Compute the audited shard on a device of this process; return its checksums, or None if it was left out."""
 
         def around(_: int, work: Callable[[], None]) -> None:
-            if not self.at_start:
+            if not attempt.gradient_context.at_start:
                 with warning_of_errors(f"by {NEW_COPY}") if audit.renews else nullcontext():
                     work()
                 return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from lockstep.updaters.step.stepping import (
     balance,
     bare_step,
     can_step_in_parts,
+    partial_view,
     step_in_parts,
 )
 
@@ -53,13 +54,11 @@ class SharedStep:
     def __init__(self, sharded: ShardedState, communicator: Communicator) -> None:
         self._sharded = sharded
         self._communicator = communicator
-        self._parameters: list[torch.Tensor] = []
         self._num_unchecked = 0 if steps_elements(sharded.optimizer) else NUM_CHECKED
 
     def prepare(self) -> None:
         """Share out new parameters, and cut loaded state, while the groups hold the parameters of the model."""
         self._sharded.share_out()
-        self._parameters = self._sharded.parameters
 
     def step(
         self, current: Sequence[torch.Tensor], num_devices: int, run: RunOnDevices, progress: StepProgress
@@ -77,8 +76,8 @@ class SharedStep:
             PeerError: If another rank raised before the first weight moved.
             LockstepError: If another rank raised afterwards.
         """
-        whole = WholeStep(self._sharded, self._parameters, current) if self._num_unchecked else None
-        turn = _Turn(self._sharded, self._communicator, self._parameters, current, num_devices, whole)
+        whole = WholeStep(self._sharded, current) if self._num_unchecked else None
+        turn = _Turn(self._sharded, self._communicator, current, num_devices, whole)
         try:
             step_in_parts(self._sharded.optimizer, turn.parts, run, progress, turn.end)
             self._num_unchecked -= self._num_unchecked > 0
@@ -96,7 +95,6 @@ class _Turn:
     Args:
         sharded: What this rank owns, and its state.
         communicator: The communicator of the run.
-        parameters: The parameters of the model.
         current: What the groups hold: the parameters, or their master weights.
         num_devices: The number of threads that the step is split over.
         whole: What the step is compared with; None for nothing.
@@ -107,7 +105,6 @@ class _Turn:
 
     sharded: ShardedState
     communicator: Communicator
-    parameters: Sequence[torch.Tensor]
     current: Sequence[torch.Tensor]
     num_devices: int
     whole: WholeStep | None
@@ -126,8 +123,8 @@ class _Turn:
                     "`shard_optimizer` must be False for sparse gradients, which cannot be cut, got one of shape "
                     f"{tuple(tensor.shape)}."
                 )
-        self._pieces = self.sharded.pieces(self.parameters, self.current)
-        self._state = self.sharded.state_of(self.parameters, self._pieces)
+        self._pieces = self.sharded.pieces(self.current)
+        self._state = self.sharded.state_of(self._pieces)
         # The last point at which a rank that raises leaves everything as it was on all ranks.
         for rank, message in enumerate(self._exchange(None)):
             raise_error(rank, message)
@@ -148,9 +145,9 @@ class _Turn:
                 )
         chosen = [index for index, moves in enumerate(self._moving) if moves]
         moved = [self.current[index] for index in chosen]
-        self.sharded.gather([self.parameters[index] for index in chosen], moved)
+        self.sharded.gather([self.sharded.held[index] for index in chosen], moved)
         torch.autograd.graph.increment_version(moved)
-        self.sharded.keep(self.parameters, self._pieces, self._state)
+        self.sharded.keep(self._pieces, self._state)
         if self.whole is not None and not self.whole.agrees():
             self.whole.undo()
             self.is_undone = True
@@ -177,14 +174,11 @@ class WholeStep:
 
     Args:
         sharded: What this rank owns, and its state.
-        parameters: The parameters of the model.
         current: What the groups hold: the parameters, or their master weights.
     """
 
-    def __init__(
-        self, sharded: ShardedState, parameters: Sequence[torch.Tensor], current: Sequence[torch.Tensor]
-    ) -> None:
-        self._sharded, self._parameters, self._current = sharded, parameters, current
+    def __init__(self, sharded: ShardedState, current: Sequence[torch.Tensor]) -> None:
+        self._sharded, self._current = sharded, current
         self._before: list[torch.Tensor] = []
         self._own: dict[torch.Tensor, dict[str, Any]] | None = None
         self._options: list[dict[str, Any]] = []
@@ -200,31 +194,27 @@ class WholeStep:
         copies = {id(each): torch.nn.Parameter(each.detach().clone(), each.requires_grad) for each in self._current}
         for each in self._current:
             copies[id(each)].grad = None if each.grad is None else each.grad.clone()
-        gathered = sharded.gathered(self._parameters)
-        twin: Optimizer = object.__new__(type(optimizer))
-        twin.__dict__.update(vars(optimizer))
-        twin.param_groups = [
-            {**options, "params": [copies[id(each)] for each in group["params"]]}
-            for options, group in zip(copy.deepcopy(self._options), optimizer.param_groups, strict=True)
-        ]
-        pairs = zip(self._parameters, self._current, strict=True)
-        known = {
+        gathered = sharded.gathered(sharded.held)
+        pairs = zip(sharded.held, self._current, strict=True)
+        known: dict[torch.Tensor, Any] = {
             copies[id(each)]: copy_state(gathered[parameter]) for parameter, each in pairs if parameter in gathered
         }
-        twin.state = defaultdict(dict, cast("dict[torch.Tensor, Any]", known))
+        twin = partial_view(optimizer, Part(copies, defaultdict(dict, known)))
+        for group, options in zip(twin.param_groups, copy.deepcopy(self._options), strict=True):
+            group.update(options)
         # What the step draws is drawn again by the step of the pieces.
         random = torch.get_rng_state()
         bare_step(twin)
         torch.set_rng_state(random)
         refuse_named_state(twin)
         whole = [copies[id(each)] for each in self._current]
-        self._result = digest([each.detach() for each in whole], [_plain(twin.state, each) for each in whole])
+        self._result = digest([each.detach() for each in whole], [dict(twin.state.get(each, {})) for each in whole])
         self._result += repr([_options_of(group) for group in twin.param_groups])
 
     def agrees(self) -> bool:
         """Return whether the step of the pieces has led to the same bits. Collective."""
-        gathered = self._sharded.gathered(self._parameters)
-        state = [_plain(gathered, each) for each in self._parameters]
+        gathered = self._sharded.gathered(self._sharded.held)
+        state = [gathered.get(each, {}) for each in self._sharded.held]
         options = repr([_options_of(group) for group in self._sharded.optimizer.param_groups])
         return self._result == digest([each.detach() for each in self._current], state) + options
 
@@ -240,7 +230,3 @@ class WholeStep:
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _plain(state: Mapping[torch.Tensor, dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
-    return dict(state[parameter]) if parameter in state else {}

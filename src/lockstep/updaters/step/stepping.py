@@ -204,8 +204,8 @@ def _own_part(optimizer: HookedOptimizer, part: Part) -> HookedOptimizer:
     return own
 
 
-def _partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
-    """Create a view of an optimizer that has only some of its parameters, and shares its state."""
+def partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
+    """Create a view of an optimizer that steps a part of its parameters, and shares its state by default."""
     # Not by the constructor, which would register the parameters again and discard the state.
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(vars(optimizer))
@@ -216,7 +216,7 @@ def _partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
 
 
 def _view_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
-    return partial(bare_step, _partial_view(optimizer, part))
+    return partial(bare_step, partial_view(optimizer, part))
 
 
 def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
