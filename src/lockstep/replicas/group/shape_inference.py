@@ -57,7 +57,7 @@ def infer_shapes(
         or any(map(is_lazy, model.parameters()))
     ):
         return None, None
-    copied = _without_own_hooks(copy_model(model, META, lambda _: False))
+    copied = _without_own_hooks(copy_model(model, META, lambda _: False, {}))
     described, errors = dict(zip(bound.names, bound.tensors, strict=True)), list[Exception]()
     # The compiler is slow to import, so it is disabled only if it has been imported already.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
