@@ -178,7 +178,7 @@ class ForwardBackward:
                 has_graph=settings.grad,
             )
 
-            run = partial(self._forward, forward, settings, interrupts)
+            run = partial(self._forward, forward, interrupts)
             sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
             in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
@@ -230,7 +230,7 @@ class ForwardBackward:
             # A first run that drew from the default generator was discarded, but it has freed the graphs.
             if graphs_used:
                 with inherited(forward.settings):
-                    self._forward(forward, forward.settings, interrupts, parallel=parallel)
+                    self._forward(forward, interrupts, parallel=parallel)
             graphs_used = True
             return self._backward(
                 forward, output_grads, settings, interrupts, retain_graph=retain_graph, parallel=parallel
@@ -270,10 +270,9 @@ class ForwardBackward:
         self._checked_for_leaks = self._checked_buffers = False
         self._runners = create_runners(self.replicas, self._rules)
 
-    def _forward(
-        self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
-    ) -> list[BufferSum]:
-        """Run forward on all devices from a calling thread that has the right settings."""
+    def _forward(self, forward: Forward, interrupts: CallSigint, *, parallel: bool) -> list[BufferSum]:
+        """Run forward on all devices from a calling thread that has its settings."""
+        settings = forward.settings
         interruptible = interrupts.interruptible
         collector = collecting.current()
         trains = self.replicas.model.training if forward.training is None else forward.training
