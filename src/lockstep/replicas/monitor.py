@@ -19,7 +19,7 @@ from lockstep import nest
 from lockstep.arguments import check_number
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.batch.inputs import argument_names
+from lockstep.replicas.batch.inputs import number_positions, positional_names
 from lockstep.replicas.pool.devices import NULL_CONTEXT
 from lockstep.state import check_keys
 
@@ -249,7 +249,7 @@ class Monitor:
                     tensor.register_hook(self._gradient_hook(step, at, path))  # type: ignore[no-untyped-call]
 
         def measure_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            names = argument_names(replica.forward, len(args))
+            names = number_positions(positional_names(replica.forward), len(args))
             for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
                 measure(name, value)
 

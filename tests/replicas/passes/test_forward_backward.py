@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.replicas.batch.inputs import Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.batch.inputs import Inputs, named_inputs, number_positions, positional_names, read_inputs
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from tests.support.backward import in_backward
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def inputs_of(model: nn.Module, *args: Any) -> Inputs:
-    names = argument_names(model.forward, len(args))
+    names = number_positions(positional_names(model.forward), len(args))
     dims = {"scale": None} if "scale" in names else 0
     return read_inputs(
         args,

@@ -147,16 +147,6 @@ def named_inputs(
         yield from nest.named_tensors(part, name)
 
 
-def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
-    """Return the names of the positional arguments of a call, where those that go to ``*args`` are numbered.
-
-    Args:
-        forward: The function to call.
-        num_args: The number of positional arguments.
-    """
-    return number_positions(positional_names(forward), num_args)
-
-
 def number_positions(names: Sequence[str], num_args: int) -> list[str]:
     """Return as many names as there are positions, where positions without a name are numbered.
 
