@@ -235,10 +235,7 @@ def dims_by_name(dims: Mapping[str, DimNest]) -> dict[str, DimNest]:
     found: dict[str, DimNest] = {}
     for name, part in dims.items():
         found[name] = part
-        if isinstance(part, Mapping):
-            found |= dims_by_name({f"{name}[{key!r}]": dim for key, dim in part.items()})
-        elif isinstance(part, tuple | list):
-            found |= dims_by_name({f"{name}[{index}]": dim for index, dim in enumerate(part)})
+        found |= dims_by_name(dict(nest.named_parts(part, name) or ()))
     return found
 
 
