@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from os import PathLike
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -195,7 +195,7 @@ def entries(*states: Any) -> Iterator[Entry]:
                 f"`states` must be modules, optimizers, tensors or containers of these, got {what}. Pass the object "
                 "itself. For the digests of a run's snapshots, call `lockstep snapshots PATH`."
             )
-        yield from _walk(state.state_dict() if isinstance(state, _Stateful) else state, (index,))
+        yield from _walk(state.state_dict() if hasattr(state, "state_dict") else state, (index,))
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -277,13 +277,6 @@ def seal(tensor: torch.Tensor | None) -> str:
         return str(checksum(tensor))
     # As they are stored: coalescing would change them.
     return f"{checksum(tensor._indices())} {checksum(tensor._values())}"  # noqa: SLF001 - see above
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    """An object with a state of numbers and tensors, such as a module, an optimizer or a scheduler."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
 
 
 def _walk(state: Any, path: Path) -> Iterator[Entry]:

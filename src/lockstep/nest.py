@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from contextlib import suppress
 from inspect import getattr_static
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -226,16 +226,10 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
             # `setattr` would fail for a frozen dataclass.
             object.__setattr__(result, name, part)
         return result
-    if isinstance(container, _NamedTuple):
+    # A named tuple, whose constructor takes the fields one by one.
+    if hasattr(container, "_make"):
         return container._make(parts)
     return type(container)(parts)
-
-
-@runtime_checkable
-class _NamedTuple(Protocol):
-    """The interface that distinguishes a named tuple from a tuple: its constructor takes the fields one by one."""
-
-    def _make(self, iterable: Iterable[Any], /) -> Any: ...
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -60,12 +60,7 @@ def gradient_strides(weight: Tensor) -> tuple[int, ...]:
     >>> gradient_strides(torch.zeros(4, 3).t()), gradient_strides(torch.zeros(4, 3)[:, ::2])
     ((1, 3), (2, 1))
     """
-    if is_dense(weight):
-        return weight.stride()
-    strides = [1]
-    for size in reversed(weight.shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
+    return weight.stride() if is_dense(weight) else torch.empty(weight.shape, device="meta").stride()
 
 
 def laid_out_for(weight: Tensor, tensor: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ A rank is the index of a process, in 0..`size`-1.
 from __future__ import annotations
 
 import json
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,7 +19,6 @@ from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators.failures.watch import Watch
 from lockstep.communicators.transport.messages import MessageTable
 from lockstep.digest import seal
-from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 
 OnMismatch = Literal["broadcast", "refuse"]
@@ -132,38 +132,6 @@ class PendingSum(ABC):
         Call this on a rank that cannot add what it announced. The other ranks finish with meaningless sums, so
         you must tell them.
         """
-
-
-def check_term(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> None:
-    """Check that a term is present exactly if it was announced, and is dense.
-
-    Args:
-        index: The index of the tensor.
-        tensor: The term of one partial sum, or None.
-        awaited: Whether the term was announced and has not been added yet.
-
-    Raises:
-        OrderError: If the term is missing, was not announced, was added before, or is sparse.
-    """
-    if (tensor is not None) != awaited:
-        what = "is missing" if tensor is None else "was not announced, or was added before"
-        raise OrderError(f"`add` must get every announced term once, but a term of tensor {index} {what}.")
-    if tensor is not None and tensor.is_sparse:
-        raise OrderError(f"`add` must get dense tensors, but a term of tensor {index} is sparse.")
-
-
-def check_complete(missing: Collection[int]) -> None:
-    """Check that no tensor is missing at the end of a sum.
-
-    Args:
-        missing: The indices of the tensors that were announced and not added.
-
-    Raises:
-        OrderError: If a tensor is missing.
-    """
-    if missing:
-        rule = "All announced terms must be added before `finish`"
-        raise OrderError(f"{rule}, but those of tensor {min(missing)} were not.")
 
 
 class Communicator(ABC):
@@ -310,14 +278,13 @@ class Communicator(ABC):
                 Those of the other ranks are overwritten in place.
         """
 
-    @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in order of ranks, on every rank.
 
         Args:
-            value: The object of this rank. It is pickled by torch.distributed, so use this only between the
-                processes of one run.
+            value: The object of this rank. It is pickled, so use this only between the processes of one run.
         """
+        return [pickle.loads(each) for each in self.exchange(pickle.dumps(value))]  # noqa: S301 - of the same run
 
     @abstractmethod
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -211,13 +211,6 @@ class ProcessCommunicator(Communicator):
     def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy to every rank the tensors that each rank owns; see `Communicator.gather_owned`."""
         gather_owned(self._channel, parts)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks; see `Communicator.gather_objects`."""
-        gathered: list[Any] = [None] * self.size
-        with self._channel.waiting():
-            dist.all_gather_object(gathered, value, group=self._channel.group)
-        return gathered
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
         """Check that all ranks hold the same bits; see `Communicator.check_same`."""

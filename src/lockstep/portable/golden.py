@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,23 +21,6 @@ MOST_NAMES: Final = 5
 """The number of kernels that an error names at most."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The digests of one version of torch.
-
-    Attributes:
-        common: The digest of each case that does not depend on the C library, by name.
-        of_libc: The digests of the others, by the version of the C library.
-    """
-
-    common: Mapping[str, str]
-    of_libc: Mapping[str, Mapping[str, str]]
-
-    def here(self) -> dict[str, str]:
-        """Return the digests for the C library of this machine."""
-        return {**self.common, **self.of_libc.get(libc_version(), {})}
-
-
 def libc_version() -> str:
     """Return the version of the C library, such as "glibc 2.36"."""
     return " ".join(platform.libc_ver())
@@ -53,8 +35,8 @@ def file_of(version: str) -> Path:
     return FOLDER / f"torch-{'.'.join(version.split('.')[:2])}.json"
 
 
-def recorded_digests() -> Recorded:
-    """Return the digests of the installed version of torch.
+def recorded_digests() -> dict[str, str]:
+    """Return the digests of the installed version of torch with the C library of this machine, by the name of the case.
 
     Raises:
         PortableKernelsError: If there are none.
@@ -68,7 +50,7 @@ def recorded_digests() -> Recorded:
             f"them, and save them as {file}."
         )
     read = json.loads(file.read_text(encoding="utf-8"))
-    return Recorded(read["common"], read["C library"])
+    return {**read["common"], **read["C library"].get(libc_version(), {})}
 
 
 def digests_of(cases: Mapping[str, Case]) -> dict[str, str]:
@@ -77,16 +59,15 @@ def digests_of(cases: Mapping[str, Case]) -> dict[str, str]:
         return {name: digest(list(case(Numbers(name))))[:DIGITS] for name, case in cases.items()}
 
 
-def check_kernels(recorded: Recorded) -> None:
+def check_kernels(expected: Mapping[str, str]) -> None:
     """Compare the kernels of this process with recorded digests.
 
     Args:
-        recorded: The digests.
+        expected: The digests.
 
     Raises:
         PortableKernelsError: If a kernel gives other bits; it names the first ones.
     """
-    expected = recorded.here()
     found = digests_of({name: case for name, case in CASES.items() if name in expected})
     differing = differing_names(expected, found)
     if differing:

@@ -328,13 +328,13 @@ class LossScaler:
             return
         if new_scale is not None:
             self._scale = CurrentScale(replace(self.loss_scale, factor=float(new_scale)))
-        elif nonfinite is None:
-            if not self._checked:
-                raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
-            flags = [checked.nonfinite for checked in self._checked.values()]
-            nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        if new_scale is None:
-            self._scale = self._scale.after(to_device(cast("Tensor", nonfinite), self._device))
+        else:
+            if nonfinite is None:
+                if not self._checked:
+                    raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
+                flags = [checked.nonfinite for checked in self._checked.values()]
+                nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+            self._scale = self._scale.after(to_device(nonfinite, self._device))
         for checked in self._checked.values():
             if checked.masters is not None:
                 checked.masters.drop_gradients()

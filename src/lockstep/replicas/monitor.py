@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, Protocol, TextIO, TypeAlias
 
@@ -19,7 +19,7 @@ from lockstep import nest
 from lockstep.arguments import check_number
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.batch.inputs import argument_names
+from lockstep.replicas.batch.inputs import number_positions, positional_names
 from lockstep.replicas.pool.devices import NULL_CONTEXT
 from lockstep.state import check_keys
 
@@ -29,7 +29,6 @@ Statistic: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | float]"
 _Place: TypeAlias = "tuple[int, int]"
 """The index of a replica, and the number of the shard that it computes."""
 
-_PLACE_OF: Final = attrgetter("replica", "shard")
 _NAME_OF: Final = attrgetter("name")
 
 
@@ -92,12 +91,8 @@ class Replicated(Protocol):
         """The replicas, one per device."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """The rows of a monitored step, which the threads of several devices append."""
-
-    forward: list[MonitorRow] = field(default_factory=list)
-    backward: list[MonitorRow] = field(default_factory=list)
+_Step: TypeAlias = "list[tuple[bool, MonitorRow]]"
+"""The rows of a monitored step, which the threads of several devices append, each with whether it is of a backward."""
 
 
 class Monitor:
@@ -173,7 +168,7 @@ class Monitor:
         if self._rows is not None:
             raise OrderError("The rows of a monitored step must be read by `toc` before the next `tic`.")
         if self.step % self.interval == 0:
-            self._rows = _Step()
+            self._rows = []
         self.step += 1
 
     def toc(self) -> list[MonitorRow]:
@@ -187,7 +182,7 @@ class Monitor:
         step, self._rows = self._rows, None
         # Threads append in an order that varies. Within a replica and shard the order is that of time, since sorting is
         # stable.
-        rows = [row for part in (step.forward, step.backward) for row in sorted(part, key=_PLACE_OF)]
+        rows = [row for _, row in sorted(step, key=lambda each: (each[0], each[1].replica, each[1].shard))]
         rows += [row for reference in self._sources for row in self._state_of(reference())]
         return sorted(rows, key=_NAME_OF) if self.sort else rows
 
@@ -244,12 +239,12 @@ class Monitor:
     def _forward(self, step: _Step, at: _Place, replica: nn.Module) -> Iterator[None]:
         def measure(name: str, value: Any) -> None:
             for path, tensor in nest.named_tensors(value, name):
-                self._measure(step, step.forward, at, path, tensor)
+                self._measure(step, at, path, tensor)
                 if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
                     tensor.register_hook(self._gradient_hook(step, at, path))  # type: ignore[no-untyped-call]
 
         def measure_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            names = argument_names(replica.forward, len(args))
+            names = number_positions(positional_names(replica.forward), len(args))
             for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
                 measure(name, value)
 
@@ -273,13 +268,13 @@ class Monitor:
             yield
 
     def _gradient_hook(self, step: _Step, at: _Place, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._measure(step, step.backward, at, f"{name}.grad", gradient)
+        return lambda gradient: self._measure(step, at, f"{name}.grad", gradient, backward=True)
 
-    def _measure(self, step: _Step, rows: list[MonitorRow], at: _Place, name: str, tensor: torch.Tensor) -> None:
+    def _measure(self, step: _Step, at: _Place, name: str, tensor: torch.Tensor, *, backward: bool = False) -> None:
         """Measure one tensor, unless the step that it belongs to is over."""
         # A backward may run after `toc`, or in a later step.
         if step is self._rows and self._pattern.match(name):
-            rows.append(self._row(name, tensor, *at))
+            step.append((backward, self._row(name, tensor, *at)))
 
     def _state_of(self, source: Replicated | None) -> Iterator[MonitorRow]:
         """Measure the parameters of every replica, and the buffers."""

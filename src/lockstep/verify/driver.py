@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -131,12 +131,9 @@ def check_arguments(script: Path, updates: int) -> None:
 @contextmanager
 def hosts(ways: Sequence[Way]) -> Iterator[dict[str, Host]]:
     """Start a process for each PYTHONHASHSEED of some ways; yield them by it."""
-    started = {seed: Host(seed) for seed in dict.fromkeys(way.hash_seed for way in (REFERENCE, *ways))}
-    try:
-        yield started
-    finally:
-        for host in started.values():
-            host.close()
+    seeds = dict.fromkeys(way.hash_seed for way in (REFERENCE, *ways))
+    with ExitStack() as stack:
+        yield {seed: stack.enter_context(closing(Host(seed))) for seed in seeds}
 
 
 def verify(

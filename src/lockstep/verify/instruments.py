@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import nan
@@ -49,7 +49,6 @@ from lockstep.verify.recorder import LOCAL, Recorder, of_nest, of_parameters
 from lockstep.verify.ways import REFERENCE, Job
 
 Call = Callable[..., Any]
-NO_CONTEXT: Final[AbstractContextManager[object]] = nullcontext()
 STATE: Final = "state.pt"
 """The file for the state of an updater that no trainer runs."""
 
@@ -97,7 +96,7 @@ class ObservedTask:
         is_target = instruments.is_target(computation, shard.index)
         kept = map_tensors(torch.clone, given) if is_target else None
         looks = instruments.job.way.one_shard and not torch.is_grad_enabled()
-        evaluation = instruments.evaluation() if looks else NO_CONTEXT
+        evaluation = instruments.evaluation() if looks else nullcontext()
         with temporarily(LOCAL, shard=(computation, shard.index)), evaluation, instruments.modes(log=is_target) as log:
             task.run(runner, shard, given)
         if is_target:
@@ -353,7 +352,7 @@ class Instruments:
     def modes(self, *, log: bool) -> Iterator[OperatorLog | None]:
         """Fill fresh memory if the way does, and log operators if asked to; yield the log."""
         fills = self.job.way.fills
-        memory = FreshMemory() if fills else NO_CONTEXT
+        memory = FreshMemory() if fills else nullcontext()
         with memory, OperatorLog(nan if fills else None) if log else nullcontext() as made:
             yield made
 

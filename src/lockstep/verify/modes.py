@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.replicas import fill
+from lockstep.replicas import ALLOCATIONS, fill
 from lockstep.verify.recorder import LOCAL, bits
 
 BORDER: Final = "verify/instruments.py"
@@ -38,9 +38,7 @@ TRAINING: Final = frozenset(
 )
 """Functions with an argument `training`, whose results differ from those in an evaluation if it is True."""
 
-ALLOCATIONS: Final = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-)
+ALLOCATING: Final = frozenset(each.__name__ for each in ALLOCATIONS)
 """The operators that return memory without writing to it."""
 
 
@@ -63,7 +61,7 @@ class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator, and write it down."""
         made = func(*args, **(kwargs or {}))
-        if self._fresh is not None and func.overloadpacket.__name__ in ALLOCATIONS and not made.is_meta:
+        if self._fresh is not None and func.overloadpacket.__name__ in ALLOCATING and not made.is_meta:
             fill(made, self._fresh)
         found = [bits(each) for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
         modules = LOCAL.modules

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.replicas.batch.inputs import Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.batch.inputs import Inputs, named_inputs, number_positions, positional_names, read_inputs
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from tests.support.backward import in_backward
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def inputs_of(model: nn.Module, *args: Any) -> Inputs:
-    names = argument_names(model.forward, len(args))
+    names = number_positions(positional_names(model.forward), len(args))
     dims = {"scale": None} if "scale" in names else 0
     return read_inputs(
         args,
@@ -52,7 +52,8 @@ def run(
     with ReplicaSet(model, ["cpu"] * devices) as replicas:
         passes = ForwardBackward(replicas)
         try:
-            forward = passes.forward(inputs_of(model, *args), num_shards=num_shards, seed=key)
+            torch.manual_seed(key)
+            forward = passes.forward(inputs_of(model, *args), num_shards=num_shards)
             merged = forward.outputs.merged(torch.device("cpu"))
             backward = passes.backward(forward, [torch.ones_like(output) for output in merged])
         finally:
@@ -215,13 +216,15 @@ def test_forwards_may_overlap() -> None:
     model = net()
     with ReplicaSet(model, ["cpu"] * 2) as replicas:
         passes = ForwardBackward(replicas)
-        kept = [passes.forward(inputs_of(model, part, scale), num_shards=3, seed=1) for part in (x, x * 2)]
+        torch.manual_seed(1)
+        kept = [passes.forward(inputs_of(model, part, scale), num_shards=3) for part in (x, x * 2)]
         grads = [torch.ones(11, 3), torch.tensor(1.0)]
         late = [ls.digest(passes.backward(each, grads).total(keep=False)) for each in kept]
         model.load_state_dict(net().state_dict())
         early = []
+        torch.manual_seed(1)
         for part in (x, x * 2):
-            forward = passes.forward(inputs_of(model, part, scale), num_shards=3, seed=1)
+            forward = passes.forward(inputs_of(model, part, scale), num_shards=3)
             early.append(ls.digest(passes.backward(forward, grads).total(keep=False)))
         passes.release()
     assert late == early

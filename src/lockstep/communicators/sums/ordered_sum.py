@@ -9,11 +9,12 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators.communicator import PendingSum, check_complete, check_term
+from lockstep.communicators.communicator import PendingSum
 from lockstep.communicators.sums.bucket import BeforeAdding, BucketTransfer, FlatTensors, SumContext
 from lockstep.communicators.sums.planning import SumPlan
 from lockstep.communicators.sums.wire import EXACT, WireFormat
 from lockstep.communicators.transport.channel import Channel
+from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
 MAX_IN_FLIGHT: Final = 2
@@ -87,9 +88,12 @@ class OrderedSum(PendingSum):
     def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Add this rank's terms of one tensor; see `PendingSum.add`."""
         for missing, tensor in zip(self._missing, tensors, strict=True):
-            check_term(index, tensor, awaited=index in missing)
-            if tensor is not None:
-                missing.discard(index)
+            if (tensor is not None) != (index in missing):
+                what = "is missing" if tensor is None else "was not announced, or was added before"
+                raise OrderError(f"`add` must get every announced term once, but a term of tensor {index} {what}.")
+            if tensor is not None and tensor.is_sparse:
+                raise OrderError(f"`add` must get dense tensors, but a term of tensor {index} is sparse.")
+            missing.discard(index)
         stream = self._stream
         event = None if stream is None else torch.accelerator.current_stream(stream.device).record_event()
         self._given[index] = tensors, event
@@ -115,7 +119,10 @@ class OrderedSum(PendingSum):
 
     def finish(self) -> Tensors:
         """Wait for the sums; see `PendingSum.finish`."""
-        check_complete(set().union(*self._missing))
+        missing = set().union(*self._missing)
+        if missing:
+            rule = "All announced terms must be added before `finish`"
+            raise OrderError(f"{rule}, but those of tensor {min(missing)} were not.")
         self._wait_for_all()
         with torch.no_grad():
             for index in [*self._given]:

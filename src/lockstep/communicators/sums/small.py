@@ -147,7 +147,7 @@ class SmallSum:
             self._like = like
             self._layouts.clear()
         if (rank, contribution) not in self._layouts:
-            self._layouts[rank, contribution] = TermLayout.of(self.table.body(rank), contribution, like)
+            self._layouts[rank, contribution] = TermLayout.of(self.table.bodies[rank], contribution, like)
         return self._layouts[rank, contribution]
 
 

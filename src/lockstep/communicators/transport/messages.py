@@ -40,11 +40,8 @@ class MessageTable:
         """The size of each body in bytes."""
         self.rows = torch.frombuffer(self._buffer, dtype=torch.uint8).view(size, self._width)
         """The message and the body of each rank, one row per rank."""
-        self._bodies = self.rows[:, self._message_bytes : self._message_bytes + body_bytes].unbind()
-
-    def body(self, rank: int) -> torch.Tensor:
-        """Return the bytes that are sent with the message of a rank, as a view."""
-        return self._bodies[rank]
+        self.bodies = self.rows[:, self._message_bytes : self._message_bytes + body_bytes].unbind()
+        """The bytes that are sent with the message of each rank, as views."""
 
     def write(self, rank: int, message: bytes) -> None:
         """Write a message with its prefix into the row of a rank, as much of it as fits."""

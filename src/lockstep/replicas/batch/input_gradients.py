@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from lockstep.arguments import check_choice
 from lockstep.plan import Shard
 from lockstep.replicas.batch.inputs import Inputs, by_longest_name
 from lockstep.tree import PartialSum, Tensors, total
@@ -16,7 +17,7 @@ GradMode: TypeAlias = Literal["write", "add", "null"]
 """What happens to a gradient: it replaces the previous one, is added to it, or is not computed."""
 
 
-def check_grad_mode(value: object, argument: str) -> GradMode:
+def check_grad_mode(value: GradMode, argument: str) -> GradMode:
     """Return a gradient mode after checking that it is one.
 
     Args:
@@ -26,10 +27,8 @@ def check_grad_mode(value: object, argument: str) -> GradMode:
     Raises:
         ValueError: If the value is not 'write', 'add' or 'null'.
     """
-    for mode in get_args(GradMode):
-        if value == mode:
-            return mode  # type: ignore[no-any-return]
-    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {value!r}.")
+    check_choice(argument, value, get_args(GradMode))
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ has one input for each of its tensors, named by the path to it, such as ``pair[0
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
@@ -147,16 +148,6 @@ def named_inputs(
         yield from nest.named_tensors(part, name)
 
 
-def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
-    """Return the names of the positional arguments of a call, where those that go to ``*args`` are numbered.
-
-    Args:
-        forward: The function to call.
-        num_args: The number of positional arguments.
-    """
-    return number_positions(positional_names(forward), num_args)
-
-
 def number_positions(names: Sequence[str], num_args: int) -> list[str]:
     """Return as many names as there are positions, where positions without a name are numbered.
 
@@ -172,19 +163,26 @@ def number_positions(names: Sequence[str], num_args: int) -> list[str]:
     return [*names, *[f"args[{index}]" for index in range(len(names), num_args)]]
 
 
+def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none if it has no signature, as one that is implemented in C.
+
+    Args:
+        forward: The function.
+    """
+    try:
+        return inspect.signature(forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def positional_names(forward: Callable[..., Any]) -> list[str]:
     """Return the names of the positional arguments of a function, or an empty list if it has no signature.
 
     Args:
         forward: The function.
     """
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        # A function without a signature, such as one that is implemented in C.
-        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return [name for name, parameter in parameters_of(forward).items() if parameter.kind in kinds]
 
 
 def check_dims(dims: Any, argument: str, *, by_position: bool = False) -> None:
@@ -245,10 +243,7 @@ def dims_by_name(dims: Mapping[str, DimNest]) -> dict[str, DimNest]:
     found: dict[str, DimNest] = {}
     for name, part in dims.items():
         found[name] = part
-        if isinstance(part, Mapping):
-            found |= dims_by_name({f"{name}[{key!r}]": dim for key, dim in part.items()})
-        elif isinstance(part, tuple | list):
-            found |= dims_by_name({f"{name}[{index}]": dim for index, dim in enumerate(part)})
+        found |= dims_by_name(dict(nest.named_parts(part, name) or ()))
     return found
 
 
@@ -268,6 +263,18 @@ def by_longest_name(given: Mapping[str, Given], paths: Sequence[str], argument: 
         if not any(_names_path(path, name) for path in paths):
             raise ValueError(f"`{argument}` must name some of {', '.join(paths)}, got {name!r}.")
     return [default if name is None else given[name] for name in (longest_name(given, path) for path in paths)]
+
+
+def argument_of(path: str) -> str:
+    """Return the name of the argument that a path leads into.
+
+    Args:
+        path: The path of an input.
+
+    >>> argument_of("pair[0]"), argument_of("table.mask"), argument_of("x")
+    ('pair', 'table', 'x')
+    """
+    return re.split(r"[\[.]", path, maxsplit=1)[0]
 
 
 def longest_name(names: Iterable[str], path: str) -> str | None:

@@ -6,13 +6,12 @@ and is what a gradient may be wanted for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 
-from lockstep.replicas.batch.inputs import BatchDim, Inputs, read_inputs
+from lockstep.replicas.batch.inputs import BatchDim, Inputs, argument_of, read_inputs
 
 Description: TypeAlias = "tuple[str, Sequence[int]]"
 """The name or path of an input, and its shape for the whole batch."""
@@ -86,7 +85,7 @@ def arguments_of(paths: Iterable[str]) -> list[str]:
     >>> arguments_of(["pair[0]", "pair[1]", "table.mask"])
     ['pair', 'table']
     """
-    return list(dict.fromkeys(re.split(r"[\[.]", path, maxsplit=1)[0] for path in paths))
+    return list(dict.fromkeys(map(argument_of, paths)))
 
 
 def sample_shapes(bound: Inputs) -> dict[str, list[int]]:

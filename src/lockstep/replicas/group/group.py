@@ -19,7 +19,7 @@ from lockstep.replicas.batch.inputs import BatchDim, Inputs, ShardInputs, check_
 from lockstep.replicas.buffers.buffer_refs import BufferRules, check_no_computed_buffers, trained_buffers
 from lockstep.replicas.group.bound_inputs import Description
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads, warn_of_no_mean
-from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
+from lockstep.replicas.group.parameters import share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward, shards_of_batch
@@ -414,7 +414,10 @@ class ReplicaGroup(ReplicaSet):
 
     def get_parameters(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return copies of the parameters, and of the buffers that belong to the model's state, by name."""
-        return read_parameters(self.model)
+        persistent = self.model.state_dict()
+        parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        buffers = {name: each.detach().clone() for name, each in self.model.named_buffers() if name in persistent}
+        return parameters, buffers
 
     def set_parameters(
         self,

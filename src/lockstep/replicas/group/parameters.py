@@ -1,4 +1,4 @@
-"""Read and write the parameters and buffers of a model by name, where a write changes either all of them or none."""
+"""Write and share the parameters and buffers of a model by name, either all of them or none."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-
-
-def read_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return copies of the parameters, and of the buffers that belong to the model's state, by their first names.
-
-    Args:
-        model: The model.
-    """
-    persistent = model.state_dict()
-    parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
-    buffers = {name: each.detach().clone() for name, each in model.named_buffers() if name in persistent}
-    return parameters, buffers
 
 
 @torch.no_grad()

@@ -7,9 +7,7 @@ inputs are tried before integer ones.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import product
 from typing import Final, TypeAlias
 
@@ -22,6 +20,7 @@ from lockstep.replicas.batch.outputs import named_outputs
 from lockstep.replicas.group.bound_inputs import arguments_of, data_and_labels
 from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.pool.copies import HOOK_NAMES, copy_model
+from lockstep.replicas.pool.probes import uncompiled
 from lockstep.streams import restored_generators
 
 MAX_MIXED_INPUTS: Final = 4
@@ -57,11 +56,9 @@ def infer_shapes(
         or any(map(is_lazy, model.parameters()))
     ):
         return None, None
-    copied = _without_own_hooks(copy_model(model, META, lambda _: False))
+    copied = _without_own_hooks(copy_model(model, META, lambda _: False, {}))
     described, errors = dict(zip(bound.names, bound.tensors, strict=True)), list[Exception]()
-    # The compiler is slow to import, so it is disabled only if it has been imported already.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with eager, restored_generators(), torch.no_grad(), META:
+    with uncompiled(), restored_generators(), torch.no_grad(), META:
         for mode, dtypes in product(dict.fromkeys((training, False)), _input_dtypes(model, bound)):
             if copied.training != mode:
                 copied.train(mode)

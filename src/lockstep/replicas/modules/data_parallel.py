@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,10 +20,12 @@ from lockstep.replicas.batch.inputs import (
     BatchDim,
     DimNest,
     Inputs,
+    argument_of,
     check_dims,
     dims_by_path,
     named_inputs,
     number_positions,
+    parameters_of,
     positional_names,
     read_inputs,
 )
@@ -41,9 +41,6 @@ from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.replicas.pool.settings import CHECKPOINT, identity, module_of_hooks
 from lockstep.replicas.pool.worker import Timeout
 from lockstep.tree import Tensors
-
-PATH_START: Final = re.compile(r"[^\[.]*")
-"""The name of the argument with which a path starts."""
 
 
 def input_dims(
@@ -107,18 +104,14 @@ def _dims_of_call(
             if name not in by_name:
                 raise ValueError(f"`dim` must have an entry for each argument, got {dim!r} without one for `{name}`.")
         dim = by_name
-    passed, accepted = {PATH_START.match(path)[0] for path in paths}, _accepted_names(forward)  # type: ignore[index]  # it matches any text
-    roots = {name: PATH_START.match(name)[0] for name in dim}  # type: ignore[index]  # as above
-    return {name: dim[name] for name, root in roots.items() if root in passed or root not in accepted}
+    passed, accepted = set(map(argument_of, paths)), _accepted_names(forward)
+    return {name: dim[name] for name in dim if (root := argument_of(name)) in passed or root not in accepted}
 
 
 @lru_cache(maxsize=64)
 def _accepted_names(forward: Callable[..., Any]) -> frozenset[str]:
     """Return the names of all arguments of a function; none if it has no signature."""
-    try:
-        return frozenset(inspect.signature(forward).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
+    return frozenset(parameters_of(forward))
 
 
 def _has_samples(tensor: torch.Tensor, dim: int) -> bool:

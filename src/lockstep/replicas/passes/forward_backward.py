@@ -138,7 +138,6 @@ class ForwardBackward:
         num_shards: int | None = None,
         training: bool | None = None,
         output_dim: BatchDim = 0,
-        seed: int | None = None,
     ) -> Forward:
         """Run forward on all shards of a batch, and combine the buffers.
 
@@ -149,7 +148,6 @@ class ForwardBackward:
             num_shards: The number of shards, or None for one per device, sized by its workload.
             training: The mode in which modules run (see `mode_of`).
             output_dim: The dimension along which each output is merged (see `read_outputs`).
-            seed: The seed of the random streams of the shards, which is drawn from the default generator by default.
 
         Raises:
             OrderError: If the replicas are closed, or were asked to stop.
@@ -160,7 +158,7 @@ class ForwardBackward:
                 model.
 
         Determinism: If `num_shards` is given, the bits of all outputs and buffers depend only on the batch, the model,
-        that number and the seed, and not on devices or workloads.
+        that number and the drawn seed, and not on devices or workloads.
         """
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             self._update_replicas()
@@ -170,7 +168,8 @@ class ForwardBackward:
             forward = Forward(
                 inputs,
                 shards_of_batch(inputs.num_samples, num_shards, tuple(self.replicas.workloads)),
-                draw_seed() if seed is None else seed,
+                # From the default generator, or from the stream of the shard that this forward is a part of.
+                int(torch.randint(2**63 - 1, (), device="cpu")),
                 mode_of(self.replicas.model, training=training),
                 settings,
                 self._runners,
@@ -179,7 +178,7 @@ class ForwardBackward:
                 has_graph=settings.grad,
             )
 
-            run = partial(self._forward, forward, settings, interrupts)
+            run = partial(self._forward, forward, interrupts)
             sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
             in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
@@ -231,7 +230,7 @@ class ForwardBackward:
             # A first run that drew from the default generator was discarded, but it has freed the graphs.
             if graphs_used:
                 with inherited(forward.settings):
-                    self._forward(forward, forward.settings, interrupts, parallel=parallel)
+                    self._forward(forward, interrupts, parallel=parallel)
             graphs_used = True
             return self._backward(
                 forward, output_grads, settings, interrupts, retain_graph=retain_graph, parallel=parallel
@@ -271,10 +270,9 @@ class ForwardBackward:
         self._checked_for_leaks = self._checked_buffers = False
         self._runners = create_runners(self.replicas, self._rules)
 
-    def _forward(
-        self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
-    ) -> list[BufferSum]:
-        """Run forward on all devices from a calling thread that has the right settings."""
+    def _forward(self, forward: Forward, interrupts: CallSigint, *, parallel: bool) -> list[BufferSum]:
+        """Run forward on all devices from a calling thread that has its settings."""
+        settings = forward.settings
         interruptible = interrupts.interruptible
         collector = collecting.current()
         trains = self.replicas.model.training if forward.training is None else forward.training
@@ -362,11 +360,6 @@ def shards_of_batch(num_samples: int, num_shards: int | None, workloads: tuple[f
 def _single_thread_settings(grad: bool, inference: bool) -> ThreadSettings:
     """Return the settings of a thread whose work runs in no other thread."""
     return replace(SINGLE_THREAD, grad=grad, inference=inference)
-
-
-def draw_seed() -> int:
-    """Draw the seed of the random streams of a forward from the default generator, or from the stream that is open."""
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:

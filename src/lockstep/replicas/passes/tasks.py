@@ -107,17 +107,6 @@ class ForwardTask:
     results: list[ShardForward] = field(default_factory=list)
     phase: ClassVar[str] = "forward"
 
-    def restore_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
-        """Reset the buffers to those of the model, and return the leaf tensors for their gradients.
-
-        Args:
-            runner: The replica.
-        """
-        if self.keeps_graph:
-            return runner.buffers.restore_as_new(self.trained_buffer_indices)
-        runner.buffers.restore()
-        return []
-
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - a forward needs only the shard
         """Run the model on a shard.
 
@@ -127,7 +116,11 @@ class ForwardTask:
             given: This argument is not used.
         """
         replica = runner.replica
-        leaves = self.restore_buffers(runner) if runner.buffers.entries else []
+        buffer_leaves: list[torch.Tensor] = []
+        if runner.buffers.entries and self.keeps_graph:
+            buffer_leaves = runner.buffers.restore_as_new(self.trained_buffer_indices)
+        elif runner.buffers.entries:
+            runner.buffers.restore()
         with (
             NULL_CONTEXT if self.training is None else in_mode(replica, training=self.training),
             NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
@@ -145,7 +138,7 @@ class ForwardTask:
             position = stream_position(runner.device) if self.keeps_graph else None
         reports = {} if reported is None else reported.pairs
         self.results.append(
-            ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position, reports)
+            ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), buffer_leaves, position, reports)
         )
         if runner.buffers.entries:
             # The buffers of a single shard are used as they are, because x * n / n is not always x.

@@ -52,12 +52,9 @@ HOOK_NAMES: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", 
 
 
 def copy_model(
-    model: nn.Module,
-    device: torch.device,
-    shares_memory: Callable[[nn.Parameter], bool] | None = None,
-    memo: dict[int, Any] | None = None,
+    model: nn.Module, device: torch.device, shares_memory: Callable[[nn.Parameter], bool], memo: dict[int, Any]
 ) -> nn.Module:
-    """Copy a model to a device, sharing the memory of the parameters that live there.
+    """Copy a model to a device.
 
     Parameters, modules and buffers that are tied in the model are tied in the copy, and tensors in attributes that are
     views of a parameter or buffer are views of its copy. The parameters of modules that the model holds without
@@ -68,8 +65,7 @@ def copy_model(
     Args:
         model: The model to copy. It is not modified.
         device: The device on which the copy will run.
-        shares_memory: A function that returns for a parameter whether the copy uses its memory. By default the copy
-            shares the parameters that live on `device`.
+        shares_memory: A function that returns for a parameter whether the copy uses its memory.
         memo: Receives the copies by the ``id`` of the originals.
 
     Raises:
@@ -78,7 +74,6 @@ def copy_model(
         TypeError: If the model contains something that cannot be copied, or its copy has tensors of other origin.
     """
     _check_forward_writes_no_parameter(model)
-    memo = {} if memo is None else memo
     held = _values_of(model)
     check_no_lookups(held.containers, model, "model")
     for parameter in held.parameters:
@@ -93,8 +88,7 @@ def copy_model(
             )
         # Put into the memo of deepcopy beforehand, so that every tie to a parameter is kept and no parameter is copied
         # by its own `__deepcopy__`, which would allocate memory.
-        shares = parameter.device == device if shares_memory is None else shares_memory(parameter)
-        memo[id(parameter)] = _copy_parameter(parameter, device, shares=shares)
+        memo[id(parameter)] = _copy_parameter(parameter, device, shares=shares_memory(parameter))
     for buffer in model.buffers():
         own = buffer.detach().to(buffer.device if buffer.is_meta else device, copy=True)
         own.__dict__.update(buffer.__dict__)

@@ -71,7 +71,7 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
 def _of_rank(count: int | None, environment: RunEnvironment) -> list[torch.device]:
     """Return the first GPUs of this rank, or CPU devices if the machine has none; by default all, and at least one."""
     kind, available = _accelerators()
-    if not available:
+    if not available or not all(hasattr(torch.get_device_module(kind), name) for name in NEEDED):
         cores = count or max(1, len(_share_of(range(usable_cores()), environment)))
         return [torch.device("cpu")] * cores
     gpus = _gpus_of(environment, available)
@@ -118,10 +118,10 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
     if device.type == "cpu":
         # Without an index, so that "cpu" and "cpu:0" compare equal.
         return torch.device("cpu")
-    available = _indices(device.type)
+    kind, count = _accelerators()
     index: int = device.index or 0
-    if index not in available:
-        has = f"{device.type} devices 0..{available[-1]}" if available else f"no {device.type} device"
+    if device.type != kind or index >= count:
+        has = f"{kind} devices 0..{count - 1}" if device.type == kind else f"no {device.type} device"
         raise ValueError(f"{rule} devices of this machine, which has {has}; got {name!r}.")
     return torch.device(device.type, index)
 
@@ -138,20 +138,10 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
     return context
 
 
-def _indices(device_type: str) -> range:
-    """Return the indices of the devices of one type on this machine."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device_type:
-        return range(0)
-    return range(torch.accelerator.device_count())
-
-
 def _accelerators() -> tuple[str, int]:
-    """Return the type of the accelerators that can compute shards and how many there are, which may be none."""
+    """Return the type of the accelerators of this machine and how many there are, which may be none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not all(hasattr(torch.get_device_module(accelerator), name) for name in NEEDED):
-        return "cpu", 0
-    return accelerator.type, torch.accelerator.device_count()
+    return ("cpu", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
 
 
 class CopyStreams:

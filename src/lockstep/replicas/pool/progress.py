@@ -134,29 +134,15 @@ class DeviceProgress:
         Raises:
             ReplicaInterrupt: If a KeyboardInterrupt leaves the section while devices are at work.
         """
-        interrupt = None if error is None else self.interrupt_error(error)
-        if interrupt is not None:
-            raise interrupt from error
-
-    def interrupt_error(self, error: BaseException) -> ReplicaInterrupt | None:
-        """Return the error that names the devices at work when an interrupt arrived.
-
-        Args:
-            error: The error that was raised.
-
-        Returns:
-            The error, or None if `error` is not exactly a KeyboardInterrupt or no device is at work.
-        """
         if type(error) is not KeyboardInterrupt:
-            return None
+            return
         self.mark()
-        if not self._interrupted:
-            return None
-        activities = " and ".join(f"{status} on {self._name(place)}" for place, status in self._interrupted)
-        return ReplicaInterrupt(
-            f"Interrupted during {activities}.",
-            devices=[str(self._devices[place]) for place, _ in self._interrupted],
-        )
+        if self._interrupted:
+            activities = " and ".join(f"{status} on {self._name(place)}" for place, status in self._interrupted)
+            raise ReplicaInterrupt(
+                f"Interrupted during {activities}.",
+                devices=[str(self._devices[place]) for place, _ in self._interrupted],
+            ) from error
 
     def timeout_error(self, places: Sequence[int], seconds: float) -> ReplicaError:
         """Return the error that names devices whose threads have not finished, with the stacks of these threads.

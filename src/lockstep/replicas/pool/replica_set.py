@@ -315,13 +315,11 @@ class ReplicaSet:
             else:
                 for place in range(len(self.devices)):
                     self._work(work, place, progress)
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             # The modes of a replica may have been switched only in part, so none of them can be used again.
             self._abandon()
-            interrupt = progress.interrupt_error(error)
-            if interrupt is None:
+            with progress:
                 raise
-            raise interrupt from error
 
     def _run_in_threads(
         self,
