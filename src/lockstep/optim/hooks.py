@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from lockstep.arguments import check_integer, check_number
-from lockstep.errors import StateError
 from lockstep.optim.momentum import add_scaled_
 from lockstep.optim.norm import global_norm, norms
 from lockstep.precision import ChangesOnlyGradients
+from lockstep.state import check_keys
 
 
 class GradientHook(ABC):
@@ -332,8 +332,7 @@ class GradientNoise(GradientHook):
         Raises:
             StateError: If the state does not hold exactly a seed and a count.
         """
-        if state_dict.keys() != {"seed", "t"}:
-            raise StateError(f"The state of GradientNoise must hold ['seed', 't'], got {sorted(state_dict)}.")
+        check_keys(state_dict, ("seed", "t"), of="GradientNoise")
         self.seed, self.t = state_dict["seed"], state_dict["t"]
 
 

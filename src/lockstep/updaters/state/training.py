@@ -226,7 +226,7 @@ class TrainingState:
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
         self.unsaved.check()
-        stateful = [*self.schedulers.values(), *self.step_hooks().values()]
+        stateful: list[LRScheduler | StatefulHook] = [*self.schedulers.values(), *self.step_hooks().values()]
         masters, sharded = self._all_masters(), self.sharded.values()
         return Savepoint(
             self.replicas.model, self.optimizers.values(), stateful, masters, sharded, carried=self.carried
