@@ -174,21 +174,9 @@ class LAMB(HookedOptimizer):
         """Return the keys of a parameter's state: the means m and v, and the number of their steps."""
         return super().state_keys(group) | {"count"}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters.
-
-        Args:
-            param_group: A dict of "params" and any options; missing options take the constructor's values.
-
-        Raises:
-            ValueError: If an option is out of range.
-            TypeError: If a parameter is complex.
-        """
-        super().add_param_group(param_group)
-        # Checked after it was added, because torch accepts "params" in several forms until then.
-        found = [weight.dtype for weight in self.param_groups[-1]["params"] if weight.dtype.is_complex]
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        found = [weight.dtype for weight in group["params"] if weight.dtype.is_complex]
         if found:
-            del self.param_groups[-1]
             raise TypeError(f"`params` must be real, got one of {found[0]}.")
 
     @property
