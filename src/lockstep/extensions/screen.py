@@ -10,6 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from lockstep.arguments import check_number
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.plots import in_notebook
 from lockstep.extensions.unobserved import Unobserved, check_names
@@ -182,8 +183,7 @@ class ProgressBar(Extension):
         values: Sequence[str] | None = None,
         line_interval: float = 30.0,
     ) -> None:
-        if not line_interval >= 0:
-            raise ValueError(f"`line_interval` must be at least 0, got {line_interval}.")
+        check_number("line_interval", line_interval, least=0)
         self.show = show
         self.out = out
         self.values = check_names("values", values)

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import get_worker_info
 
-from lockstep.arguments import check_choice, check_integer
+from lockstep.arguments import check_choice, check_integer, check_number
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import BlockPart, Part
@@ -238,8 +238,7 @@ class Parts:
                     f"`parts` must have an index each, got {part.index} as that of {name} and {part.name}."
                 )
         check_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
-        if not slow_after > 0:
-            raise ValueError(f"`slow_after` must be above 0 seconds, got {slow_after}.")
+        check_number("slow_after", slow_after, above=0)
         self.num_sections = num_sections
         self.transform = transform
         self.on_bad_record = on_bad_record

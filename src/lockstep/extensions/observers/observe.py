@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.arguments import check_number
 from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
@@ -95,8 +96,7 @@ class GradientNorm(Extension):
     priority = WRITER
 
     def __init__(self, norm_type: float = 2.0, *, trigger: TriggerSpec = (1, "iteration")) -> None:
-        if not norm_type > 0:
-            raise ValueError(f"`norm_type` must be above 0, got {norm_type}.")
+        check_number("norm_type", norm_type, above=0)
         self.norm_type = norm_type
         self.trigger = trigger
         self._warned = False
