@@ -113,8 +113,7 @@ class Snapshot(Extension):
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:
-            if self._writes or trainer.updater.communicator.size > 1:
-                self._open(trainer)
+            self._open(trainer)
             handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
             self._is_stoppable = True
             self._deadline = AgentDeadline(os.environ) if handles_signals else None

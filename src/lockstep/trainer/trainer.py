@@ -30,7 +30,6 @@ from lockstep.triggers import (
     Progress,
     Trigger,
     TriggerSpec,
-    Unit,
     get_trigger,
     get_until,
     position,
@@ -298,8 +297,9 @@ class Trainer(KnowsOthers):
             self._say_stopped(error)
             raise
         self._close(None)
-        if self.is_main and not self._stopped and self.until.limit is not None and self._ended_early(self.until.limit):
-            say(f"Stopped after update {self.updater.iteration} by {self.until!r}, before {self.until.limit!r}.")
+        limit = None if self._stopped else self.until.limit
+        if self.is_main and limit is not None and not reached(position(self._progress, limit[1]), limit[0]):
+            say(f"Stopped after update {self.updater.iteration} by {self.until!r}, before {limit!r}.")
 
     def stop(self) -> None:
         """End the run when the extensions of this iteration have been called; another call of `run` continues it.
@@ -469,10 +469,6 @@ class Trainer(KnowsOthers):
         """Return the trigger of an extension: the given one, or its own, or in a trial the end of the run."""
         spec = extension.trigger if trigger is None else trigger
         return (self.fast_dev_run, "iteration") if self.fast_dev_run and not isinstance(spec, Never) else spec
-
-    def _ended_early(self, limit: tuple[float, Unit]) -> bool:
-        """Return whether the run has ended before the limit of its trigger."""
-        return not reached(position(self._progress, limit[1]), limit[0])
 
     def _say_stopped(self, error: BaseException) -> None:
         """Print where a run stands that Ctrl-C or a signal has ended, and how it continues."""
