@@ -209,8 +209,7 @@ class Samples(Sequence[Any]):
 
     def _unfetched(self, position: int) -> Samples:
         """Return the sample at one position, without what was loaded in advance."""
-        streams = None if self.streams is None else self.streams[position : position + 1]
-        return Samples(self.dataset, self.indices[position : position + 1], streams=streams)
+        return replace(self, fetched=None)[position : position + 1]
 
     def fetch(self) -> list[Any]:
         """Load all samples; in one call if the dataset has ``__getitems__`` and there are no random streams.

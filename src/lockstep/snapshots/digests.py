@@ -49,10 +49,6 @@ class Record(NamedTuple):
         """Return a record of whole digests."""
         return cls(update, digest, {name: each[:DIGITS] for name, each in tensors.items()})
 
-    def differing(self, other: Record) -> list[str]:
-        """List the tensors that only one of two records has, or that differ, in the order of this one."""
-        return [change.name for change in compare_fields(self.tensors, other.tensors)]
-
 
 def record_of(state: Content) -> Record:
     """Return the digests of the training state of a content or of a snapshot.
@@ -328,6 +324,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     ]
     common = tuple(sorted(records[0].keys() & records[1].keys()))
     differs = next((each for each in common if records[0][each].digest != records[1][each].digest), None)
+    changes = [] if differs is None else compare_fields(*(found[differs].tensors for found in records))
     # The fields in which the newest snapshots differ.
     fields = {}
     for name in ("recipe", "kernel_class"):
@@ -337,6 +334,6 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         common=common,
         equal=max((each for each in common if differs is None or each < differs), default=None),
         first=differs,
-        differing=() if differs is None else tuple(records[0][differs].differing(records[1][differs])),
+        differing=tuple(each.name for each in changes),
         **fields,
     )
