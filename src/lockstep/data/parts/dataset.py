@@ -221,22 +221,16 @@ class Parts:
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("`parts` must hold at least one part, got none.")
+        names = dict[str, str]()
         for part in self.parts:
             if not isinstance(part, Part):
                 raise TypeError(
                     f"`parts` must hold parts such as lockstep.data.TextLines, got a {type(part).__name__}. "
                     "lockstep.data.StreamPart makes a part of an iterable."
                 )
-        names = dict[str, str]()
-        for part in self.parts:
-            if (
-                isinstance(part, BlockPart)
-                and part.index
-                and (name := names.setdefault(part.index, part.name)) != part.name
-            ):
-                raise ValueError(
-                    f"`parts` must have an index each, got {part.index} as that of {name} and {part.name}."
-                )
+            index = part.index if isinstance(part, BlockPart) else None
+            if index and (name := names.setdefault(index, part.name)) != part.name:
+                raise ValueError(f"`parts` must have an index each, got {index} as that of {name} and {part.name}.")
         check_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
         check_number("slow_after", slow_after, above=0)
         self.num_sections = num_sections
