@@ -190,7 +190,7 @@ class Trainer(KnowsOthers):
         entry = ExtensionEntry(
             name=self._unique_name(name or extension.name),
             extension=extension,
-            trigger=self._unshared_trigger(self._trigger_of(extension, trigger)),
+            trigger=self._trigger_for(extension, trigger),
             priority=priority,
             call_before_training=before,
         )
@@ -450,13 +450,17 @@ class Trainer(KnowsOthers):
         finally:
             runner.release()
 
-    def _unshared_trigger(self, spec: TriggerSpec) -> Trigger:
-        """Return the trigger of a new extension; the second of two callers would never see it fire."""
-        trigger = get_trigger(spec)
+    def _trigger_for(self, extension: Extension, trigger: TriggerSpec) -> Trigger:
+        """Return the trigger of a new extension: the given one, or its own, or in a trial the end of the run."""
+        spec = extension.trigger if trigger is None else trigger
+        if self.fast_dev_run and not isinstance(spec, Never):
+            spec = (self.fast_dev_run, "iteration")
+        found = get_trigger(spec)
         for entry in self._entries.values():
-            if entry.trigger is trigger:
+            # The second of two callers would never see it fire.
+            if entry.trigger is found:
                 raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
-        return trigger
+        return found
 
     def _unique_name(self, name: str) -> str:
         """Return a name that no extension has, with a number appended if necessary."""
@@ -464,11 +468,6 @@ class Trainer(KnowsOthers):
         while (free := f"{name}_{count}" if count else name) in self._entries:
             count += 1
         return free
-
-    def _trigger_of(self, extension: Extension, trigger: TriggerSpec) -> TriggerSpec:
-        """Return the trigger of an extension: the given one, or its own, or in a trial the end of the run."""
-        spec = extension.trigger if trigger is None else trigger
-        return (self.fast_dev_run, "iteration") if self.fast_dev_run and not isinstance(spec, Never) else spec
 
     def _say_stopped(self, error: BaseException) -> None:
         """Print where a run stands that Ctrl-C or a signal has ended, and how it continues."""
