@@ -6,6 +6,7 @@ References: Torch7's cunn ``DataParallelTable`` and nn ``GPU`` (2015, 2016), for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -53,7 +54,7 @@ class DataParallelTable(ModuleWrapper):
         self.dim = dim
         self.flatten_params = flatten_params
         self.use_nccl = use_nccl
-        self._worker_init: _WorkerInit | None = None
+        self._worker_init: Callable[[int], None] | None = None
         self._added_at_once = False
         self._output: Any = None
 
@@ -106,7 +107,7 @@ class DataParallelTable(ModuleWrapper):
         Returns:
             This table.
         """
-        self._worker_init = None if init is None else _WorkerInit(init)
+        self._worker_init = None if init is None else partial(_without_index, init)
         if self._is_filled():
             self.table.worker_init_fn = self._worker_init
             # Threads that run already would not call the function: the next forward starts new ones.
@@ -219,14 +220,9 @@ class GPU(OnDevice):
         super().__init__(module, _device_name(device), None if out_device is None else _device_name(out_device))
 
 
-class _WorkerInit:
-    """Wraps a function without arguments as one that takes the index of a device."""
-
-    def __init__(self, init: Callable[[], object]) -> None:
-        self.init = init
-
-    def __call__(self, _: int) -> None:
-        self.init()
+def _without_index(init: Callable[[], object], _: int) -> None:
+    """Call a function that takes no argument, and not the index of a device."""
+    init()
 
 
 def _device_names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
