@@ -188,13 +188,9 @@ class Agreement:
     Args:
         communicator: The communicator of the run.
         verified: Called with each snapshot of which all ranks have the same bits, and the number of ranks.
-
-    Attributes:
-        size: The number of ranks.
     """
 
     def __init__(self, communicator: Communicator, verified: Callable[[Record, int], object]) -> None:
-        self.size = communicator.size
         self._communicator, self._verified = communicator, verified
         self._records: dict[int, Record] = {}
         self._open: int | None = None
@@ -204,7 +200,7 @@ class Agreement:
 
     def open(self, update: int) -> None:
         """Begin to ask for a snapshot, which all ranks have copied after the same update."""
-        if self.size == 1:
+        if self._communicator.size == 1:
             return
         if self._open is None:
             # One less each time, because digests that were late once need not be so again.
@@ -214,7 +210,7 @@ class Agreement:
 
     def add(self, record: Record) -> None:
         """Add the digests of a snapshot that this rank has computed. A single rank compares none, and keeps none."""
-        if self.size > 1:
+        if self._communicator.size > 1:
             self._records[record.update] = record
 
     def compare(self, *, now: bool = False) -> None:
@@ -239,7 +235,7 @@ class Agreement:
             record = self._records[update]
             if len({each[str(update)] for each in found}) > 1:
                 raise self._disagreement(record)
-            self._verified(record, self.size)
+            self._verified(record, self._communicator.size)
             self._records = {number: each for number, each in self._records.items() if number > update}
             # Where a newer one is asked for already, they go on as often as before.
             self._pause = self._left = 1
