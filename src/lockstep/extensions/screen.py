@@ -246,13 +246,10 @@ class ProgressBar(Extension):
         """Return the text next to the bar."""
         updater, values = trainer.updater, self._seen
         if self.values is None:
-            values = {name: value for name, value in trainer.observation.items() if _is_loss(name)}
+            observed = trainer.observation.items()
+            values = {name: each for name, each in observed if name.startswith("main/") and name.endswith("/loss")}
         shown = "".join(f"{name} {float(as_mean(value)):.4g}, " for name, value in values.items())
         return f"epoch {updater.epoch_detail:.2f}, iteration {updater.iteration}, {shown}{speed:.1f} updates/s"
-
-
-def _is_loss(name: str) -> bool:
-    return name.startswith("main/") and name.endswith("/loss")
 
 
 class _Bar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -122,18 +123,13 @@ class GradientNorm(Extension):
 Statistic = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _std(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the standard deviation of all elements, 0 for a single one."""
-    return tensor.std(correction=0)
-
-
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the fraction of zeros."""
     return (tensor == 0).double().mean()
 
 
 STATISTICS: Final[Mapping[str, Statistic]] = MappingProxyType(
-    {"mean": torch.mean, "std": _std, "min": torch.amin, "max": torch.amax, "zeros": _zeros}
+    {"mean": torch.mean, "std": partial(torch.std, correction=0), "min": torch.amin, "max": torch.amax, "zeros": _zeros}
 )
 """The default statistics by name."""
 
