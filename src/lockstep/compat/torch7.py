@@ -81,20 +81,16 @@ class DataParallelTable(ModuleWrapper):
         if self._is_filled():
             self.table.place_on([*self.table.devices, *names])
         else:
-            self.module = self._data_parallel(module, names)
+            self.module = DataParallel(
+                module,
+                names,
+                dim=self.dim - 1 if self.dim > 0 else self.dim,
+                flatten_parameters=self.flatten_params,
+                use_nccl=self.use_nccl,
+                worker_init_fn=self._worker_init,
+            )
         self._added_at_once = not single
         return self
-
-    def _data_parallel(self, module: nn.Module, names: list[str | torch.device]) -> DataParallel:
-        """Wrap a module for its devices."""
-        return DataParallel(
-            module,
-            names,
-            dim=self.dim - 1 if self.dim > 0 else self.dim,
-            flatten_parameters=self.flatten_params,
-            use_nccl=self.use_nccl,
-            worker_init_fn=self._worker_init,
-        )
 
     def threads(self, init: Callable[[], object] | None = None) -> DataParallelTable:
         """Set a function that the thread of each device calls before its first work.

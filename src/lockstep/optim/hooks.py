@@ -159,9 +159,8 @@ class GradientClipping(GradientHook, ChangesOnlyGradients):
         """Scale all gradients by the same factor."""
         # Kept on the device: reading the norm on the host would wait for the whole backward.
         rate = (self.threshold / global_norm(grads)).clamp(max=1)
-        rates = {device: rate.to(device) for device in {grad.device for grad in grads}}
-        for device, local_rate in rates.items():
-            torch._foreach_mul_([grad for grad in grads if grad.device == device], local_rate)
+        for device in {grad.device for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], rate.to(device))
 
 
 @dataclass(frozen=True)
