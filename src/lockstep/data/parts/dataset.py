@@ -391,16 +391,13 @@ class PartReader:
         if block in self._blocks:
             _, name, records = self._blocks.pop(block)
         else:
-            self._drop()
+            # The blocks that were not used for a while.
+            while self._blocks and next(iter(self._blocks.values()))[0] < self._num_read - self._keep:
+                self._blocks.popitem(last=False)
             name, records = self._parts.read(block)
         self._num_read += 1
         self._blocks[block] = self._num_read, name, records
         return self._parts.sample(name, records, offset)
-
-    def _drop(self) -> None:
-        """Drop the blocks that were not used for a while."""
-        while self._blocks and next(iter(self._blocks.values()))[0] < self._num_read - self._keep:
-            self._blocks.popitem(last=False)
 
 
 @contextmanager
