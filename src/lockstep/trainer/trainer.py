@@ -24,7 +24,7 @@ from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
 from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
-from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder, trial_updates
+from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
 from lockstep.triggers import (
     Never,
     Progress,
@@ -100,7 +100,9 @@ class Trainer(KnowsOthers):
             raise TypeError(f"`extensions` must be a list of extensions, got a {got}. Put it into a list.")
         check_instance("out", out, str | os.PathLike, "the path of a folder")
         self.updater = updater
-        self.fast_dev_run = trial_updates(fast_dev_run)
+        if not isinstance(fast_dev_run, bool):
+            check_integer("fast_dev_run", fast_dev_run, minimum=0)
+        self.fast_dev_run = int(fast_dev_run)
         self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
         self.out = trial_folder(updater.communicator, self) if self.fast_dev_run else Path(out)
         self.observation: dict[str, Observed] = {}
@@ -273,7 +275,8 @@ class Trainer(KnowsOthers):
         self.until.initialize(self._progress)
         for entry in self._order:
             entry.extension.prepare(self)
-        if self._finished():
+        # Ended, with all extensions of the last iteration.
+        if self._due is None and not self._pending and self.until(self._progress):
             if resume is not None and self.is_main:
                 say(
                     f"Nothing to train: the run in {self.out} is at update {self.updater.iteration}, where `until` "
@@ -480,10 +483,6 @@ class Trainer(KnowsOthers):
             else "No snapshot is written, because the run has no Snapshot extension; run() continues in this process."
         )
         say(f"Stopped after update {self.updater.iteration}{by}. {then}")
-
-    def _finished(self) -> bool:
-        """Return whether the run has ended, with all extensions of its last iteration."""
-        return self._due is None and not self._pending and self.until(self._progress)
 
     def _initialize(self) -> None:
         """Initialize triggers and extensions; before the first update also call the extensions that request it."""
