@@ -89,9 +89,6 @@ class HookList:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, int | None], Registration] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def functions(self) -> list[Callable[..., object]]:
         """List the hooks in the order in which they were added."""
         return [entry.hook for entry in self._entries.values()]
