@@ -190,7 +190,7 @@ def test_calls_that_do_not_fit_are_refused_and_change_nothing() -> None:
 
 def test_stores_and_compressions_that_there_are_not_are_refused() -> None:
     for name in ("foo", "dist_async"):
-        with pytest.raises(ValueError, match=f"`name` must be one of .*, got '{name}'"):
+        with pytest.raises(ValueError, match=f"`name` must be 'local', .* or 'dist_sync_device', got '{name}'"):
             KVStore(name)
     with pytest.raises(ValueError, match="of type '2bit' for a store that is not 'local'"):
         KVStore("local").set_gradient_compression({"type": "2bit"})

@@ -301,7 +301,7 @@ def test_loops_without_a_trainer(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"keep": 0}, "`keep` must be at least 1, got 0"),
-        ({"mode": "most"}, '`mode` must be "max" or "min", got \'most\''),
+        ({"mode": "most"}, "`mode` must be 'max' or 'min', got 'most'"),
         ({"digest_every": 0}, "`digest_every` must be at least 1, got 0"),
     ],
 )

@@ -222,7 +222,7 @@ def test_nothing_is_saved_after_the_end(tmp_path: Path) -> None:
     ("options", "error"),
     [
         ({"keep": 0}, "`keep` must be at least 1, got 0"),
-        ({"mode": "best"}, '`mode` must be "max" or "min", got \'best\''),
+        ({"mode": "best"}, "`mode` must be 'max' or 'min', got 'best'"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, options: dict[str, object], error: str) -> None:

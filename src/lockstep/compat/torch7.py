@@ -6,6 +6,7 @@ References: Torch7's cunn ``DataParallelTable`` and nn ``GPU`` (2015, 2016), for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -53,7 +54,7 @@ class DataParallelTable(ModuleWrapper):
         self.dim = dim
         self.flatten_params = flatten_params
         self.use_nccl = use_nccl
-        self._worker_init: _WorkerInit | None = None
+        self._worker_init: Callable[[int], None] | None = None
         self._added_at_once = False
         self._output: Any = None
 
@@ -80,20 +81,16 @@ class DataParallelTable(ModuleWrapper):
         if self._is_filled():
             self.table.place_on([*self.table.devices, *names])
         else:
-            self.module = self._data_parallel(module, names)
+            self.module = DataParallel(
+                module,
+                names,
+                dim=self.dim - 1 if self.dim > 0 else self.dim,
+                flatten_parameters=self.flatten_params,
+                use_nccl=self.use_nccl,
+                worker_init_fn=self._worker_init,
+            )
         self._added_at_once = not single
         return self
-
-    def _data_parallel(self, module: nn.Module, names: list[str | torch.device]) -> DataParallel:
-        """Wrap a module for its devices."""
-        return DataParallel(
-            module,
-            names,
-            dim=self.dim - 1 if self.dim > 0 else self.dim,
-            flatten_parameters=self.flatten_params,
-            use_nccl=self.use_nccl,
-            worker_init_fn=self._worker_init,
-        )
 
     def threads(self, init: Callable[[], object] | None = None) -> DataParallelTable:
         """Set a function that the thread of each device calls before its first work.
@@ -106,7 +103,7 @@ class DataParallelTable(ModuleWrapper):
         Returns:
             This table.
         """
-        self._worker_init = None if init is None else _WorkerInit(init)
+        self._worker_init = None if init is None else partial(_without_index, init)
         if self._is_filled():
             self.table.worker_init_fn = self._worker_init
             # Threads that run already would not call the function: the next forward starts new ones.
@@ -219,14 +216,9 @@ class GPU(OnDevice):
         super().__init__(module, _device_name(device), None if out_device is None else _device_name(out_device))
 
 
-class _WorkerInit:
-    """Wraps a function without arguments as one that takes the index of a device."""
-
-    def __init__(self, init: Callable[[], object]) -> None:
-        self.init = init
-
-    def __call__(self, _: int) -> None:
-        self.init()
+def _without_index(init: Callable[[], object], _: int) -> None:
+    """Call a function that takes no argument, and not the index of a device."""
+    init()
 
 
 def _device_names(devices: Device | Sequence[Device]) -> list[str | torch.device]:

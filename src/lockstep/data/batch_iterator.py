@@ -188,8 +188,10 @@ class BatchIterator(Iterator):
         # `check_integer` takes longer than the comparison, and this runs in every update.
         if type(ahead) is not int or ahead < 0:
             check_integer("ahead", ahead, minimum=0)
-        if self._supply is not None and self.num_workers:
-            self._stop_if_changed()
+        loaded_from = None if self._supply is None else self._loaded_from
+        if loaded_from is not None and not loaded_from.same_as(DatasetState(self._dataset)):
+            # Workers were given a copy of the dataset as it was.
+            self.finalize()
         while len(self._ahead) <= ahead:
             if self._supply is None:
                 self._loaded_from = DatasetState(self._dataset) if self.num_workers else None
@@ -203,11 +205,6 @@ class BatchIterator(Iterator):
                 self.finalize()
                 raise
         return self._ahead[ahead]
-
-    def _stop_if_changed(self) -> None:
-        """Stop the workers if the dataset has changed since they were given a copy of it, and discard their batches."""
-        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self._dataset)):
-            self.finalize()
 
     def peek_early(self, ahead: int = 0, *, always: bool = False) -> Samples | None:
         """Return a later batch if worker processes load it in advance anyway, or if ``always``; see `Iterator`."""
@@ -360,8 +357,7 @@ class BatchIterator(Iterator):
 
     def _with_positions(self, batches: Iterable[Samples], number: int) -> Generator[LoadRequest]:
         """Add to each batch, starting with the given number, the positions of its samples to load."""
-        ahead = number - self._num_advanced
-        for batch in batches:
+        for ahead, batch in enumerate(batches, number - self._num_advanced):
             size = len(batch)
             ranges = [range(size)] if self._wanted is None else self._wanted(ahead, size)
             positions = sorted(position for each in ranges for position in each)
@@ -370,7 +366,6 @@ class BatchIterator(Iterator):
                 yield batch, positions_by_worker(positions, size, **counts)
             else:
                 yield batch, [positions]
-            ahead += 1
 
     def _warn_of_shared_sections(self, parts: Parts, wanted: SampleFilter) -> None:
         """Warn if this process needs only some samples of a section, so that another one reads the same blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -93,13 +93,6 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     return _collate_field(samples.fetch(), "", device, padding)
 
 
-@runtime_checkable
-class _Array(Protocol):
-    """A NumPy array or scalar, recognized without importing NumPy."""
-
-    def __array__(self) -> Any: ...
-
-
 def _copy_rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> torch.Tensor:
     """Copy rows of a tensor; with a view, a model that writes to its inputs would change the dataset."""
     if isinstance(indices, range) and indices.step == 1:
@@ -177,18 +170,17 @@ def _stack(values: Sequence[Any], path: str, padding: Any) -> torch.Tensor:
     if len(types) == 1 and types <= {bool, int, float, complex}:
         # Numbers have neither shapes nor dtypes to compare, and one conversion of all is faster.
         return _tensor(list(values), f"samples[...]{path}")
-    # Once per type and not per value, because `issubclass` with a protocol is slow.
-    arrays = {each for each in types if issubclass(each, _Array)}
-    tensors = [_as_tensor(value, number, path, is_array=type(value) in arrays) for number, value in enumerate(values)]
+    tensors = [_as_tensor(value, number, path) for number, value in enumerate(values)]
     _check_same_format(tensors, path, shapes=padding is None)
     return torch.stack(tensors) if padding is None else _pad(tensors, padding, path)
 
 
-def _as_tensor(value: Any, number: int, path: str, *, is_array: bool) -> torch.Tensor:
+def _as_tensor(value: Any, number: int, path: str) -> torch.Tensor:
     """Convert one sample's value of a field to a tensor, which shares its memory if possible."""
     if isinstance(value, torch.Tensor):
         return value
-    if is_array:
+    # An array or a scalar of NumPy, recognized without importing it.
+    if hasattr(type(value), "__array__"):
         data = value.__array__()
         # PyTorch has no read-only tensors, and warns when a tensor shares the memory of a read-only array.
         return _tensor(data if data.flags.writeable else data.copy(), f"samples[{number}]{path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -121,14 +121,11 @@ def _iterator(source: Any) -> PythonIterator[Any]:
     return watched(iter(iterable))
 
 
-def _length(source: object) -> int | None:
-    """Return the length of a source, or None if it has none."""
-    if not isinstance(source, Sized):
-        return None
+def _length(source: Any) -> int | None:
+    """Return the length of a source, or None if it has none, as a DataLoader of a dataset without a length."""
     try:
         return len(source)
     except TypeError:
-        # A DataLoader always has the method, and raises this for a dataset without a length.
         return None
 
 

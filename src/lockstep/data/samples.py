@@ -126,13 +126,6 @@ class MapDataset(Protocol):
         """Load one sample."""
 
 
-@runtime_checkable
-class _BatchedDataset(Protocol):
-    """A dataset that can load several samples in one call, which PyTorch's DataLoader uses too."""
-
-    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
-
-
 @final
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Samples(Sequence[Any]):
@@ -209,8 +202,7 @@ class Samples(Sequence[Any]):
 
     def _unfetched(self, position: int) -> Samples:
         """Return the sample at one position, without what was loaded in advance."""
-        streams = None if self.streams is None else self.streams[position : position + 1]
-        return Samples(self.dataset, self.indices[position : position + 1], streams=streams)
+        return replace(self, fetched=None)[position : position + 1]
 
     def fetch(self) -> list[Any]:
         """Load all samples; in one call if the dataset has ``__getitems__`` and there are no random streams.
@@ -228,9 +220,11 @@ class Samples(Sequence[Any]):
         if self.streams is not None:
             seeds = self.streams.seeds(self.indices)
             return load_in_streams(self.dataset.__getitem__, self.indices, seeds)
-        if not isinstance(self.dataset, _BatchedDataset):
-            return [self.dataset[index] for index in self.indices]
-        samples = list(self.dataset.__getitems__(list(self.indices)))
+        dataset: Any = self.dataset
+        # A method of the class, and not one of another dataset that it passes on.
+        if not hasattr(type(dataset), "__getitems__"):
+            return [dataset[index] for index in self.indices]
+        samples = list(dataset.__getitems__(list(self.indices)))
         if len(samples) != len(self.indices):
             rule = f"must return one sample for each of the {len(self.indices)} indices"
             raise ValueError(f"`{type(self.dataset).__name__}.__getitems__` {rule}, got {len(samples)}.")

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from lockstep.arguments import check_number
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.plots import in_notebook
 from lockstep.extensions.unobserved import Unobserved, check_names
@@ -182,8 +183,7 @@ class ProgressBar(Extension):
         values: Sequence[str] | None = None,
         line_interval: float = 30.0,
     ) -> None:
-        if not line_interval >= 0:
-            raise ValueError(f"`line_interval` must be at least 0, got {line_interval}.")
+        check_number("line_interval", line_interval, least=0)
         self.show = show
         self.out = out
         self.values = check_names("values", values)
@@ -246,13 +246,10 @@ class ProgressBar(Extension):
         """Return the text next to the bar."""
         updater, values = trainer.updater, self._seen
         if self.values is None:
-            values = {name: value for name, value in trainer.observation.items() if _is_loss(name)}
+            observed = trainer.observation.items()
+            values = {name: each for name, each in observed if name.startswith("main/") and name.endswith("/loss")}
         shown = "".join(f"{name} {float(as_mean(value)):.4g}, " for name, value in values.items())
         return f"epoch {updater.epoch_detail:.2f}, iteration {updater.iteration}, {shown}{speed:.1f} updates/s"
-
-
-def _is_loss(name: str) -> bool:
-    return name.startswith("main/") and name.endswith("/loss")
 
 
 class _Bar:

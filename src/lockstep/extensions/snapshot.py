@@ -113,8 +113,7 @@ class Snapshot(Extension):
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:
-            if self._writes or trainer.updater.communicator.size > 1:
-                self._open(trainer)
+            self._open(trainer)
             handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
             self._is_stoppable = True
             self._deadline = AgentDeadline(os.environ) if handles_signals else None
@@ -156,8 +155,8 @@ class Snapshot(Extension):
         self._log_written()
         if not self.digest_every or trainer.updater.iteration % self.digest_every:
             return
-        if self._log is not None:
-            self._log_record(snapshots.record_of(self._content(trainer)))
+        if self._log is not None and self._collector is not None:
+            self._log_record(snapshots.record_of(self._collector.collect()))
         elif trainer.updater.shares_state:
             # The rank with the log needs the part of every rank.
             trainer.updater.live_state()
@@ -277,18 +276,18 @@ class Snapshot(Extension):
                 warnings.warn(message, SnapshotWarning, stacklevel=2)
 
     def _save(self, trainer: Trainer, reason: str, *, must: bool = False) -> None:
-        if self._writer is None or self._agreement is None:
+        if self._writer is None or self._agreement is None or self._collector is None:
             return
         self._agreement.open(trainer.updater.iteration)
         if not self._writes:
-            self._writer.save(self._content(trainer), must=must)
+            self._writer.save(self._collector.collect(), must=must)
             return
         # A run that is stopped in the middle of an iteration has not observed the value yet.
         metrics = {} if trainer.error is not None and self.best not in trainer.observation else self._metrics(trainer)
         reasons = [reason]
         if self._is_best(metrics):
             reasons.append(f"best: {self.best} = {metrics[str(self.best)]:.6g}")
-        content = self._content(trainer, surroundings=trainer.surroundings(), metrics=metrics)
+        content = self._collector.collect(surroundings=trainer.surroundings(), metrics=metrics)
         self._writer.save(content, reasons=reasons, must=must or len(reasons) > 1)
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -297,11 +296,6 @@ class Snapshot(Extension):
         if is_best:
             self._best_metrics = metrics
         return is_best
-
-    def _content(self, trainer: Trainer, **options: Any) -> snapshots.Content:
-        if self._collector is None:
-            raise OrderError(f"{trainer.name_of(self)} must be initialized before it is called.")
-        return self._collector.collect(**options)
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return the value by which snapshots are compared, if it was observed in this iteration."""

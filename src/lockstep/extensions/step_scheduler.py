@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.arguments import check_instance
 from lockstep.errors import StateError
 from lockstep.metrics import Average
 from lockstep.state import check_keys
@@ -43,10 +44,7 @@ class StepScheduler(Extension):
     def __init__(
         self, scheduler: LRScheduler, value: str | None = None, *, trigger: TriggerSpec = (1, "epoch")
     ) -> None:
-        if not isinstance(scheduler, LRScheduler):
-            raise TypeError(
-                f"`scheduler` must be a torch.optim.lr_scheduler.LRScheduler, got a {type(scheduler).__name__}."
-            )
+        check_instance("scheduler", scheduler, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
         if value is None and isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError(
                 "`value` must name the observed value that a ReduceLROnPlateau is stepped by, got None. Pass "

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from lockstep import nest
 from lockstep.metrics.accuracy import Accuracy
 from lockstep.state import temporarily
 
@@ -73,7 +75,7 @@ class ShardMetric(ABC):
     def reset(self) -> None:
         """Discard all shards."""
         self._parts = []
-        self._reset()
+        self.metric.reset()
 
     def add(self, key: ShardKey, output: Any, target: Any) -> None:
         """Update the metric with one shard.
@@ -86,7 +88,7 @@ class ShardMetric(ABC):
         self._update(output, target)
         if self.rule == "order":
             self._parts.append((key, self._state()))
-            self._reset()
+            self.metric.reset()
 
     def parts(self) -> list[Part]:
         """Return the states to merge: one per shard, one for all shards of this rank, or none."""
@@ -121,10 +123,6 @@ class ShardMetric(ABC):
         """Prevent the metric from communicating with other processes itself."""
         yield
 
-    def _reset(self) -> None:
-        """Reset the metric."""
-        self.metric.reset()
-
     def _update(self, output: Any, target: Any) -> None:
         """Update the metric."""
         self.metric.update(output, target)
@@ -158,29 +156,6 @@ class OwnMetric(ShardMetric):
 
     def _load(self, states: Sequence[Any]) -> None:
         self.metric.merge(states)
-
-
-def merge_sums(values: Sequence[Any]) -> Any:
-    """Add numbers or tensors one after another, in the order and with the rounding of an accumulating loop.
-
-    Args:
-        values: The terms, at least one.
-
-    >>> merge_sums([1, 2.5])
-    3.5
-    """
-    return reduce(lambda total, value: total + value, values)
-
-
-def to_cpu(value: Any) -> Any:
-    """Copy a state to the CPU: a tensor, a list of tensors, or a number.
-
-    Args:
-        value: The state.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return [to_cpu(each) for each in value] if isinstance(value, list) else value
 
 
 MAX_ORDERED: Final = 1_000_000
@@ -251,7 +226,7 @@ class TorchMetric(ShardMetric):
         return {
             name: (
                 holder._update_count,  # noqa: SLF001
-                {state: to_cpu(getattr(holder, state)) for state in holder._defaults},  # noqa: SLF001
+                nest.map_tensors(_copied_to_cpu, {each: getattr(holder, each) for each in holder._defaults}),  # noqa: SLF001
             )
             for name, holder in self._holders.items()
         }
@@ -262,7 +237,7 @@ class TorchMetric(ShardMetric):
             for state, reduction in holder._reductions.items():  # noqa: SLF001
                 values = [each[name][1][state] for each in states]
                 merged = _MERGES[_kind(reduction, holder._defaults[state])](values)  # noqa: SLF001
-                setattr(holder, state, _to_device(merged, holder.device))
+                setattr(holder, state, nest.map_tensors(partial(torch.Tensor.to, device=holder.device), merged))
             holder._update_count = sum(each[name][0] for each in states)  # noqa: SLF001
             holder._computed = None  # noqa: SLF001
 
@@ -308,12 +283,13 @@ def _concatenated(values: Sequence[Any]) -> list[torch.Tensor]:
     return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    return [_to_device(each, device) for each in value] if isinstance(value, list) else value.to(device)
+def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 _MERGES: Final[Mapping[str | None, Callable[[Sequence[Any]], Any]]] = {
-    "sum": merge_sums,
+    # One after another, in the order and with the rounding of an accumulating loop.
+    "sum": partial(reduce, operator.add),
     "max": lambda values: torch.stack(list(values)).amax(0),
     "min": lambda values: torch.stack(list(values)).amin(0),
     "cat": lambda values: torch.cat(list(values)),

@@ -8,19 +8,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from lockstep.arguments import check_choice
 from lockstep.errors import StateError
+from lockstep.state import Loadable, load_all
 
 TIMINGS = ("pre", "post")
 
 
 @runtime_checkable
-class StatefulHook(Protocol):
-    """A hook that has state between updates."""
+class StatefulHook(Loadable, Protocol):
+    """A hook that has state between updates, which ``state_dict`` returns and ``load_state_dict`` loads.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as plain values and tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; a state that does not fit must raise before anything has changed."""
+    A state consists of plain values and tensors. One that does not fit must raise before anything has changed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,6 @@ class HookList:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, int | None], Registration] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def functions(self) -> list[Callable[..., object]]:
         """List the hooks in the order in which they were added."""
         return [entry.hook for entry in self._entries.values()]
@@ -149,21 +144,11 @@ class HookList:
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load the state of every hook, or of none if one of them raises."""
-        before = self.state_dict()
-        try:
-            self._load_hook_states(saved)
-        except BaseException:
-            # Also into the hooks that had loaded theirs before another one raised.
-            self._load_hook_states(before)
-            raise
-
-    def _load_hook_states(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Load the saved states, hook by hook."""
-        for entry, state in zip(self._entries.values(), saved, strict=True):
-            if isinstance(entry.hook, StatefulHook):
-                entry.hook.load_state_dict(dict(state["state"]))
+        hooks: list[Any] = self.functions()
+        pairs = zip(hooks, saved, strict=True)
+        load_all([(hook, dict(each["state"])) for hook, each in pairs if isinstance(hook, StatefulHook)])
 
 
-def _hook_state(hook: object) -> dict[str, Any]:
+def _hook_state(hook: object) -> Mapping[str, Any]:
     """Return the state of a hook, which is empty for a hook without one."""
     return hook.state_dict() if isinstance(hook, StatefulHook) else {}

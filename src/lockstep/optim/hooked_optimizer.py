@@ -233,11 +233,19 @@ class HookedOptimizer(Optimizer):
             param_group: A dict of "params" and any options; missing options take the constructor's values.
 
         Raises:
-            ValueError: If an option is out of range, or this optimizer does not have it.
+            TypeError: If this optimizer cannot update a parameter.
+            ValueError: If an option is out of range, or this optimizer does not have it, or cannot apply it to a
+                parameter.
         """
         check_names(param_group, self.defaults, optimizer=type(self).__name__)
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        # Checked after it was added, because torch accepts "params" in several forms until then.
+        try:
+            self._check_parameters(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
 
     @property
     def lr(self) -> float | Tensor:
@@ -472,6 +480,9 @@ class HookedOptimizer(Optimizer):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Check that the options of a group are in range."""
         check_options(options)
+
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        """Check that this optimizer can update the parameters of a group; any by default."""
 
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state of this optimizer for one of another kind that it can load."""

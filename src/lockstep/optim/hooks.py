@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from lockstep.arguments import check_integer, check_number
-from lockstep.errors import StateError
 from lockstep.optim.momentum import add_scaled_
 from lockstep.optim.norm import global_norm, norms
 from lockstep.precision import ChangesOnlyGradients
+from lockstep.state import check_keys
 
 
 class GradientHook(ABC):
@@ -159,9 +159,8 @@ class GradientClipping(GradientHook, ChangesOnlyGradients):
         """Scale all gradients by the same factor."""
         # Kept on the device: reading the norm on the host would wait for the whole backward.
         rate = (self.threshold / global_norm(grads)).clamp(max=1)
-        rates = {device: rate.to(device) for device in {grad.device for grad in grads}}
-        for device, local_rate in rates.items():
-            torch._foreach_mul_([grad for grad in grads if grad.device == device], local_rate)
+        for device in {grad.device for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], rate.to(device))
 
 
 @dataclass(frozen=True)
@@ -332,8 +331,7 @@ class GradientNoise(GradientHook):
         Raises:
             StateError: If the state does not hold exactly a seed and a count.
         """
-        if state_dict.keys() != {"seed", "t"}:
-            raise StateError(f"The state of GradientNoise must hold ['seed', 't'], got {sorted(state_dict)}.")
+        check_keys(state_dict, ("seed", "t"), of="GradientNoise")
         self.seed, self.t = state_dict["seed"], state_dict["t"]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lockstep.precision import HALF_PRECISION
 from lockstep.strides import laid_out_for
-
-HALF_PRECISION_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 
 
 def add_scaled_(targets: list[Tensor], sources: list[Tensor], scale: float | Tensor) -> None:
@@ -39,11 +38,11 @@ def add_scaled_(targets: list[Tensor], sources: list[Tensor], scale: float | Ten
         torch._foreach_add_(targets, scaled)
         return
     number = cast("float", scale)
-    if not any(target.dtype in HALF_PRECISION_DTYPES and target.is_cpu for target in targets):
+    if not any(target.dtype in HALF_PRECISION and target.is_cpu for target in targets):
         torch._foreach_add_(targets, sources, alpha=number)
         return
     for target, source in zip(targets, sources, strict=True):
-        if target.dtype in HALF_PRECISION_DTYPES and target.is_cpu:
+        if target.dtype in HALF_PRECISION and target.is_cpu:
             # `addcmul_` rounds every element alike, unlike `add_`: it computes in float32 and rounds once.
             target.addcmul_(source, torch.ones((), dtype=target.dtype, device="cpu"), value=float(number))
         else:
@@ -101,21 +100,16 @@ def momentum_step(
     if not weights:
         return
     _decay(velocities, momentum)
-    _add_dampened_(velocities, grads, dampening)
+    if dampening == 0:
+        torch._foreach_add_(velocities, grads)
+    else:
+        add_scaled_(velocities, grads, 1 - dampening)
     if not nesterov:
         add_scaled_(weights, velocities, -lr)
         return
     directions = [_materialized(grad).clone() for grad in grads]
     add_scaled_(directions, velocities, momentum)
     add_scaled_(weights, directions, -lr)
-
-
-def _add_dampened_(velocities: list[Tensor], grads: list[Tensor], dampening: float) -> None:
-    """Add the gradients to the velocities, without the share that dampening leaves out."""
-    if dampening == 0:
-        torch._foreach_add_(velocities, grads)
-    else:
-        add_scaled_(velocities, grads, 1 - dampening)
 
 
 @torch.no_grad()

@@ -331,25 +331,9 @@ class CorrectedMomentumSGD(MomentumOptimizer):
         choices = {"nesterov": nesterov, "maximize": maximize, "missing_grad": missing_grad, "frozen": frozen}
         super().__init__(params, {**numbers, **choices, "fused": fused})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters.
-
-        Args:
-            param_group: A dict of "params" and any options; missing options take the constructor's values.
-
-        Raises:
-            ValueError: If an option is out of range, or ``fused`` is set for half precision on a CPU.
-        """
-        super().add_param_group(param_group)
-        if not self.param_groups[-1]["fused"]:
-            return
-        # The group is checked after it was added, because torch accepts "params" in several forms until then.
-        try:
-            for weight in self.param_groups[-1]["params"]:
-                check_fused_support(weight)
-        except ValueError:
-            del self.param_groups[-1]
-            raise
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        for weight in group["params"] if group["fused"] else ():
+            check_fused_support(weight)
 
     def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
         weights, velocities, grads = lists

@@ -71,12 +71,7 @@ def _chunk_norms(chunks: list[Tensor]) -> Iterator[Tensor]:
     dtypes = {chunk.dtype for chunk in chunks}
     if dtypes <= {torch.float32, torch.float64, torch.complex64, torch.complex128}:
         return iter(torch._foreach_norm(chunks))
-    return iter([torch.linalg.vector_norm(chunk.to(_norm_dtype(chunk))) for chunk in chunks])
-
-
-def _norm_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor's norm is computed."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return map(torch.linalg.vector_norm, (each.to(torch.promote_types(each.dtype, torch.float32)) for each in chunks))
 
 
 def _combine(parts: list[Tensor]) -> Tensor:

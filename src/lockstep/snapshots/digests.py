@@ -49,10 +49,6 @@ class Record(NamedTuple):
         """Return a record of whole digests."""
         return cls(update, digest, {name: each[:DIGITS] for name, each in tensors.items()})
 
-    def differing(self, other: Record) -> list[str]:
-        """List the tensors that only one of two records has, or that differ, in the order of this one."""
-        return [change.name for change in compare_fields(self.tensors, other.tensors)]
-
 
 def record_of(state: Content) -> Record:
     """Return the digests of the training state of a content or of a snapshot.
@@ -192,13 +188,9 @@ class Agreement:
     Args:
         communicator: The communicator of the run.
         verified: Called with each snapshot of which all ranks have the same bits, and the number of ranks.
-
-    Attributes:
-        size: The number of ranks.
     """
 
     def __init__(self, communicator: Communicator, verified: Callable[[Record, int], object]) -> None:
-        self.size = communicator.size
         self._communicator, self._verified = communicator, verified
         self._records: dict[int, Record] = {}
         self._open: int | None = None
@@ -208,7 +200,7 @@ class Agreement:
 
     def open(self, update: int) -> None:
         """Begin to ask for a snapshot, which all ranks have copied after the same update."""
-        if self.size == 1:
+        if self._communicator.size == 1:
             return
         if self._open is None:
             # One less each time, because digests that were late once need not be so again.
@@ -218,7 +210,7 @@ class Agreement:
 
     def add(self, record: Record) -> None:
         """Add the digests of a snapshot that this rank has computed. A single rank compares none, and keeps none."""
-        if self.size > 1:
+        if self._communicator.size > 1:
             self._records[record.update] = record
 
     def compare(self, *, now: bool = False) -> None:
@@ -243,7 +235,7 @@ class Agreement:
             record = self._records[update]
             if len({each[str(update)] for each in found}) > 1:
                 raise self._disagreement(record)
-            self._verified(record, self.size)
+            self._verified(record, self._communicator.size)
             self._records = {number: each for number, each in self._records.items() if number > update}
             # Where a newer one is asked for already, they go on as often as before.
             self._pause = self._left = 1
@@ -328,6 +320,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     ]
     common = tuple(sorted(records[0].keys() & records[1].keys()))
     differs = next((each for each in common if records[0][each].digest != records[1][each].digest), None)
+    changes = [] if differs is None else compare_fields(*(found[differs].tensors for found in records))
     # The fields in which the newest snapshots differ.
     fields = {}
     for name in ("recipe", "kernel_class"):
@@ -337,6 +330,6 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
         common=common,
         equal=max((each for each in common if differs is None or each < differs), default=None),
         first=differs,
-        differing=() if differs is None else tuple(records[0][differs].differing(records[1][differs])),
+        differing=tuple(each.name for each in changes),
         **fields,
     )

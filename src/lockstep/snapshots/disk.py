@@ -116,9 +116,13 @@ def read_file(path: Path, name: str, at_most: int) -> bytes:
 class Disk:
     """Changes files and folders. Tests record these calls, or have them fail."""
 
-    def create_folder(self, path: Path) -> None:
-        """Create a folder."""
-        path.mkdir()
+    create_folder = staticmethod(os.mkdir)
+    rename = staticmethod(os.rename)
+    remove_file = staticmethod(os.unlink)
+    remove_folder = staticmethod(os.rmdir)
+    sync_folder = staticmethod(sync_folder)
+    sync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
 
     def create_file(self, path: Path) -> int:
         """Create a file for writing and return its descriptor. It must not exist, not even as a link."""
@@ -128,30 +132,6 @@ class Disk:
         """Write all bytes at the end of a file."""
         while data:
             data = data[os.write(descriptor, data) :]
-
-    def sync(self, descriptor: int) -> None:
-        """Wait until the content of a file is on the disk."""
-        os.fsync(descriptor)
-
-    def close(self, descriptor: int) -> None:
-        """Close a file."""
-        os.close(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        """Wait until the names in a folder are on the disk."""
-        sync_folder(path)
-
-    def rename(self, path: Path, new: Path) -> None:
-        """Rename a folder."""
-        path.rename(new)
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file."""
-        path.unlink()
-
-    def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
-        path.rmdir()
 
 
 def create(disk: Disk, folder: Path) -> None:

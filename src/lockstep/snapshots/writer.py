@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lockstep.arguments import check_integer
+from lockstep.arguments import check_choice, check_integer
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
 from lockstep.side_files import kind_of
 from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_now, write_snapshot
@@ -200,8 +200,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         check_integer("keep", self.keep, minimum=1)
-        if self.mode not in {"max", "min"}:
-            raise ValueError(f'`mode` must be "max" or "min", got {self.mode!r}.')
+        check_choice("mode", self.mode, ("max", "min"))
 
     def removable(self, found: Iterable[Kept], newest: Kept) -> list[Kept]:
         """Return the snapshots that are neither among the newest nor the best one nor the last one ranks agreed on.

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.arguments import check_integer
 from lockstep.communicators import Communicator
 from lockstep.metrics import Observed
 from lockstep.triggers import Progress
@@ -69,22 +68,6 @@ def say(message: str) -> None:
     """
     sys.stderr.write(f"lockstep: {message}\n")
     sys.stderr.flush()
-
-
-def trial_updates(fast_dev_run: bool | int) -> int:
-    """Return the number of updates of a trial; 0 for none.
-
-    Args:
-        fast_dev_run: The argument of `Trainer`.
-
-    Raises:
-        TypeError: If it is neither a bool nor an integer.
-        ValueError: If it is negative.
-    """
-    if isinstance(fast_dev_run, bool):
-        return int(fast_dev_run)
-    check_integer("fast_dev_run", fast_dev_run, minimum=0)
-    return fast_dev_run
 
 
 def trial_folder(communicator: Communicator, owner: object) -> Path:

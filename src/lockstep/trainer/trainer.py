@@ -24,13 +24,12 @@ from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
 from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
-from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder, trial_updates
+from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
 from lockstep.triggers import (
     Never,
     Progress,
     Trigger,
     TriggerSpec,
-    Unit,
     get_trigger,
     get_until,
     position,
@@ -101,7 +100,9 @@ class Trainer(KnowsOthers):
             raise TypeError(f"`extensions` must be a list of extensions, got a {got}. Put it into a list.")
         check_instance("out", out, str | os.PathLike, "the path of a folder")
         self.updater = updater
-        self.fast_dev_run = trial_updates(fast_dev_run)
+        if not isinstance(fast_dev_run, bool):
+            check_integer("fast_dev_run", fast_dev_run, minimum=0)
+        self.fast_dev_run = int(fast_dev_run)
         self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
         self.out = trial_folder(updater.communicator, self) if self.fast_dev_run else Path(out)
         self.observation: dict[str, Observed] = {}
@@ -191,7 +192,7 @@ class Trainer(KnowsOthers):
         entry = ExtensionEntry(
             name=self._unique_name(name or extension.name),
             extension=extension,
-            trigger=self._unshared_trigger(self._trigger_of(extension, trigger)),
+            trigger=self._trigger_for(extension, trigger),
             priority=priority,
             call_before_training=before,
         )
@@ -274,7 +275,8 @@ class Trainer(KnowsOthers):
         self.until.initialize(self._progress)
         for entry in self._order:
             entry.extension.prepare(self)
-        if self._finished():
+        # Ended, with all extensions of the last iteration.
+        if self._due is None and not self._pending and self.until(self._progress):
             if resume is not None and self.is_main:
                 say(
                     f"Nothing to train: the run in {self.out} is at update {self.updater.iteration}, where `until` "
@@ -298,8 +300,9 @@ class Trainer(KnowsOthers):
             self._say_stopped(error)
             raise
         self._close(None)
-        if self.is_main and not self._stopped and self.until.limit is not None and self._ended_early(self.until.limit):
-            say(f"Stopped after update {self.updater.iteration} by {self.until!r}, before {self.until.limit!r}.")
+        limit = None if self._stopped else self.until.limit
+        if self.is_main and limit is not None and not reached(position(self._progress, limit[1]), limit[0]):
+            say(f"Stopped after update {self.updater.iteration} by {self.until!r}, before {limit!r}.")
 
     def stop(self) -> None:
         """End the run when the extensions of this iteration have been called; another call of `run` continues it.
@@ -450,13 +453,17 @@ class Trainer(KnowsOthers):
         finally:
             runner.release()
 
-    def _unshared_trigger(self, spec: TriggerSpec) -> Trigger:
-        """Return the trigger of a new extension; the second of two callers would never see it fire."""
-        trigger = get_trigger(spec)
+    def _trigger_for(self, extension: Extension, trigger: TriggerSpec) -> Trigger:
+        """Return the trigger of a new extension: the given one, or its own, or in a trial the end of the run."""
+        spec = extension.trigger if trigger is None else trigger
+        if self.fast_dev_run and not isinstance(spec, Never):
+            spec = (self.fast_dev_run, "iteration")
+        found = get_trigger(spec)
         for entry in self._entries.values():
-            if entry.trigger is trigger:
+            # The second of two callers would never see it fire.
+            if entry.trigger is found:
                 raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
-        return trigger
+        return found
 
     def _unique_name(self, name: str) -> str:
         """Return a name that no extension has, with a number appended if necessary."""
@@ -464,15 +471,6 @@ class Trainer(KnowsOthers):
         while (free := f"{name}_{count}" if count else name) in self._entries:
             count += 1
         return free
-
-    def _trigger_of(self, extension: Extension, trigger: TriggerSpec) -> TriggerSpec:
-        """Return the trigger of an extension: the given one, or its own, or in a trial the end of the run."""
-        spec = extension.trigger if trigger is None else trigger
-        return (self.fast_dev_run, "iteration") if self.fast_dev_run and not isinstance(spec, Never) else spec
-
-    def _ended_early(self, limit: tuple[float, Unit]) -> bool:
-        """Return whether the run has ended before the limit of its trigger."""
-        return not reached(position(self._progress, limit[1]), limit[0])
 
     def _say_stopped(self, error: BaseException) -> None:
         """Print where a run stands that Ctrl-C or a signal has ended, and how it continues."""
@@ -485,10 +483,6 @@ class Trainer(KnowsOthers):
             else "No snapshot is written, because the run has no Snapshot extension; run() continues in this process."
         )
         say(f"Stopped after update {self.updater.iteration}{by}. {then}")
-
-    def _finished(self) -> bool:
-        """Return whether the run has ended, with all extensions of its last iteration."""
-        return self._due is None and not self._pending and self.until(self._progress)
 
     def _initialize(self) -> None:
         """Initialize triggers and extensions; before the first update also call the extensions that request it."""

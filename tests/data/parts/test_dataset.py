@@ -270,7 +270,7 @@ def test_arguments_are_checked() -> None:
         Parts([TextLines("a.txt", index="i.json"), TextLines("b.txt", index=Path("i.json"))])
     with pytest.raises(ValueError, match="`on_bad_record` must be 'raise' or 'skip'"):
         some_parts(on_bad_record="ignore")
-    with pytest.raises(ValueError, match="`slow_after` must be above 0 seconds"):
+    with pytest.raises(ValueError, match="`slow_after` must be above 0, got"):
         some_parts(slow_after=0)
     with pytest.raises(ValueError, match="`num_sections` must be at least 1"):
         some_parts(num_sections=0)

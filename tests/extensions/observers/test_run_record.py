@@ -97,6 +97,18 @@ def test_a_resumed_run_continues_the_file_and_a_new_one_starts_it_anew(tmp_path:
     assert kinds(tmp_path) == [("session", 0), ("end", 1)]
 
 
+def test_a_run_that_goes_on_in_its_process_continues_the_file_that_it_began_in_a_new_folder(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "one", updates=3)
+    trainer = recorded_run(tmp_path / "other", updates=0)
+    for until in (4, 5):
+        trainer.until = (until, "update")  # type: ignore[assignment]
+        trainer.run(resume=tmp_path / "one" if until == 4 else None)
+    assert kinds(tmp_path / "other") == [
+        *(("session", 3), ("interval", 4), ("end", 4)),
+        *(("session", 4), ("interval", 5), ("end", 5)),
+    ]
+
+
 def test_an_error_is_recorded(tmp_path: Path) -> None:
     def fail(_: ls.Trainer) -> None:
         raise ArithmeticError("x" * 1000)

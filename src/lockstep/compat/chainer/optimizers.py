@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import optim
+from lockstep.arguments import check_instance
 from lockstep.errors import OrderError
 from lockstep.optim import HookList
 from lockstep.precision import first_nonfinite
@@ -67,8 +68,7 @@ class GradientMethod(optim.HookedOptimizer):
         Raises:
             TypeError: If it is not a module.
         """
-        if not isinstance(link, nn.Module):
-            raise TypeError(f"`link` must be a torch.nn.Module, got a {type(link).__name__}.")
+        check_instance("link", link, nn.Module, "a torch.nn.Module")
         # The current options, which may have been set after the optimizer was created.
         options = {**self.param_groups[0], "params": list(link.parameters())}
         self.param_groups.clear()

@@ -105,14 +105,6 @@ def batch_axes(descriptions: Sequence[DataDesc]) -> dict[str, int | None]:
     return {each.name: each.batch_axis for each in descriptions}
 
 
-def described_batch_size(descriptions: Sequence[DataDesc]) -> int | None:
-    """Return the number of samples according to the first input that has a dimension for them, or None."""
-    for each in descriptions:
-        if each.batch_axis is not None:
-            return each.shape[each.batch_axis]
-    return None
-
-
 @dataclass(eq=False)
 class DataBatch:
     """The arrays of one batch, in the order of the descriptions.
@@ -566,9 +558,9 @@ class DataParallelExecutorGroup:
 
     def _slice_lengths(self, inputs: Sequence[DataDesc]) -> list[float]:
         """Return the lengths of MXNet's slices, which as workloads make the core split in the same way."""
-        size = described_batch_size(inputs)
-        if size is None:
+        sizes = [each.shape[each.batch_axis] for each in inputs if each.batch_axis is not None]
+        if not sizes:
             return self.workload
-        slices = split_input_slice(size, self.workload)
-        self.logger.debug("A batch of %d samples is split into %s.", size, slices)
+        slices = split_input_slice(sizes[0], self.workload)
+        self.logger.debug("A batch of %d samples is split into %s.", sizes[0], slices)
         return [float(each.stop - each.start) for each in slices]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.arguments import check_number
+from lockstep.arguments import check_choice, check_number
 from lockstep.communicators import Communicator, LocalCommunicator, find_communicator
 from lockstep.errors import OrderError, StateError
 from lockstep.state import check_keys
@@ -201,8 +201,7 @@ class KVStore:
     """
 
     def __init__(self, name: str = "local", *, communicator: Communicator | None = None) -> None:
-        if name not in (*SINGLE_PROCESS_STORES, *DISTRIBUTED_STORES):
-            raise ValueError(f"`name` must be one of {(*SINGLE_PROCESS_STORES, *DISTRIBUTED_STORES)}, got {name!r}.")
+        check_choice("name", name, (*SINGLE_PROCESS_STORES, *DISTRIBUTED_STORES))
         self.type = name
         default = find_communicator if name in DISTRIBUTED_STORES else LocalCommunicator
         self._communicator = default() if communicator is None else communicator

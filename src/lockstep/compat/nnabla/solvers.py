@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -174,21 +174,9 @@ class LAMB(HookedOptimizer):
         """Return the keys of a parameter's state: the means m and v, and the number of their steps."""
         return super().state_keys(group) | {"count"}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters.
-
-        Args:
-            param_group: A dict of "params" and any options; missing options take the constructor's values.
-
-        Raises:
-            ValueError: If an option is out of range.
-            TypeError: If a parameter is complex.
-        """
-        super().add_param_group(param_group)
-        # Checked after it was added, because torch accepts "params" in several forms until then.
-        found = [weight.dtype for weight in self.param_groups[-1]["params"] if weight.dtype.is_complex]
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        found = [weight.dtype for weight in group["params"] if weight.dtype.is_complex]
         if found:
-            del self.param_groups[-1]
             raise TypeError(f"`params` must be real, got one of {found[0]}.")
 
     @property
@@ -223,7 +211,14 @@ class LAMB(HookedOptimizer):
             TypeError: If a gradient is sparse; no weight has moved then.
         """
         # All groups before the first moves, so that an error leaves every weight as it was.
-        _check_dense(self.moving_parameters())
+        for weight in self.moving_parameters():
+            # The means of a sparse gradient would be dense.
+            if weight.grad is not None and weight.grad.layout != torch.strided:
+                raise TypeError(
+                    f"The gradients of LAMB must be dense, got one of layout {weight.grad.layout} for a "
+                    f"parameter of shape {tuple(weight.shape)}. Use another optimizer for such parameters, "
+                    "or have their layer compute dense gradients (sparse=False)."
+                )
         super().advance()
 
     def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
@@ -237,17 +232,6 @@ class LAMB(HookedOptimizer):
     def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
         super()._init_state(state, weight)
         state["count"] = 0
-
-
-def _check_dense(weights: Iterable[Tensor]) -> None:
-    """Check that no gradient is sparse: the means of a sparse gradient would be dense."""
-    for weight in weights:
-        if weight.grad is not None and weight.grad.layout != torch.strided:
-            raise TypeError(
-                f"The gradients of LAMB must be dense, got one of layout {weight.grad.layout} for a "
-                f"parameter of shape {tuple(weight.shape)}. Use another optimizer for such parameters, "
-                "or have their layer compute dense gradients (sparse=False)."
-            )
 
 
 class SGDW(MomentumSGD):

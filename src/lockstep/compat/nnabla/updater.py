@@ -139,19 +139,16 @@ class DynamicLossScalingUpdater:
 
     def _policy(self) -> DynamicLossScale:
         """Return the scale as a value of the core, from the current attributes."""
-        self._widen_bounds()
+        # A scale outside of the default bounds then changes as NNabla's does.
+        if self.scale < self.minimum == DynamicLossScale.minimum:
+            self.minimum = SMALLEST_SCALE
+        if self.scale > self.maximum == DynamicLossScale.maximum:
+            self.maximum = LARGEST_SCALE
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         policy = nnabla_loss_scale(self.scale, self.scaling_factor, self.N, **bounds)
         # NNabla counts from 0, and `N` may have been reduced below the current count.
         counted = min(self._counter - 1, policy.interval - 1)
         return replace(policy, finite_updates=max(counted, -policy.uncounted))
-
-    def _widen_bounds(self) -> None:
-        """Allow a scale outside of the default bounds, which then changes as NNabla's does."""
-        if self.scale < self.minimum == DynamicLossScale.minimum:
-            self.minimum = SMALLEST_SCALE
-        if self.scale > self.maximum == DynamicLossScale.maximum:
-            self.maximum = LARGEST_SCALE
 
     def _attempt(self) -> bool:
         """Compute a gradient with new data, and return whether it was finite and applied."""

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from torch.utils.data import get_worker_info
 
-from lockstep.arguments import check_choice, check_integer
+from lockstep.arguments import check_choice, check_integer, check_number
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import BlockPart, Part
@@ -221,25 +221,18 @@ class Parts:
         self.parts = list(parts)
         if not self.parts:
             raise ValueError("`parts` must hold at least one part, got none.")
+        names = dict[str, str]()
         for part in self.parts:
             if not isinstance(part, Part):
                 raise TypeError(
                     f"`parts` must hold parts such as lockstep.data.TextLines, got a {type(part).__name__}. "
                     "lockstep.data.StreamPart makes a part of an iterable."
                 )
-        names = dict[str, str]()
-        for part in self.parts:
-            if (
-                isinstance(part, BlockPart)
-                and part.index
-                and (name := names.setdefault(part.index, part.name)) != part.name
-            ):
-                raise ValueError(
-                    f"`parts` must have an index each, got {part.index} as that of {name} and {part.name}."
-                )
+            index = part.index if isinstance(part, BlockPart) else None
+            if index and (name := names.setdefault(index, part.name)) != part.name:
+                raise ValueError(f"`parts` must have an index each, got {index} as that of {name} and {part.name}.")
         check_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
-        if not slow_after > 0:
-            raise ValueError(f"`slow_after` must be above 0 seconds, got {slow_after}.")
+        check_number("slow_after", slow_after, above=0)
         self.num_sections = num_sections
         self.transform = transform
         self.on_bad_record = on_bad_record
@@ -398,16 +391,13 @@ class PartReader:
         if block in self._blocks:
             _, name, records = self._blocks.pop(block)
         else:
-            self._drop()
+            # The blocks that were not used for a while.
+            while self._blocks and next(iter(self._blocks.values()))[0] < self._num_read - self._keep:
+                self._blocks.popitem(last=False)
             name, records = self._parts.read(block)
         self._num_read += 1
         self._blocks[block] = self._num_read, name, records
         return self._parts.sample(name, records, offset)
-
-    def _drop(self) -> None:
-        """Drop the blocks that were not used for a while."""
-        while self._blocks and next(iter(self._blocks.values()))[0] < self._num_read - self._keep:
-            self._blocks.popitem(last=False)
 
 
 @contextmanager

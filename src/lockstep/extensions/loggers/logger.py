@@ -144,7 +144,7 @@ class Logger(Extension):
         """Open the log, and write the configuration if it is new."""
         if not trainer.is_main:
             return
-        kept = _kept(trainer)
+        kept = last_kept(trainer)
         saved, self._last_written = self._last_written, self.open(trainer, keep=kept)
         if kept == math.inf and self._last_written < saved:
             warnings.warn(
@@ -241,8 +241,12 @@ class Logger(Extension):
         return True
 
 
-def _kept(trainer: Trainer) -> float:
-    """Return the last update of an earlier log that belongs to this run; infinity if all do."""
+def last_kept(trainer: Trainer) -> float:
+    """Return the last update of an earlier log in the folder that belongs to this run; infinity if all do, 0 if none.
+
+    Args:
+        trainer: The trainer, before its next update.
+    """
     resumption, update = trainer.resumption, trainer.updater.iteration
     if update == 0:
         return 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
+from lockstep.arguments import check_number
 from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
@@ -98,8 +100,7 @@ class GradientNorm(Extension):
     priority = WRITER
 
     def __init__(self, norm_type: float = 2.0, *, trigger: TriggerSpec = (1, "iteration")) -> None:
-        if not norm_type > 0:
-            raise ValueError(f"`norm_type` must be above 0, got {norm_type}.")
+        check_number("norm_type", norm_type, above=0)
         self.norm_type = norm_type
         self.trigger = trigger
         self._warned = False
@@ -125,18 +126,13 @@ class GradientNorm(Extension):
 Statistic = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _std(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the standard deviation of all elements, 0 for a single one."""
-    return tensor.std(correction=0)
-
-
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the fraction of zeros."""
     return (tensor == 0).double().mean()
 
 
 STATISTICS: Final[Mapping[str, Statistic]] = MappingProxyType(
-    {"mean": torch.mean, "std": _std, "min": torch.amin, "max": torch.amax, "zeros": _zeros}
+    {"mean": torch.mean, "std": partial(torch.std, correction=0), "min": torch.amin, "max": torch.amax, "zeros": _zeros}
 )
 """The default statistics by name."""
 

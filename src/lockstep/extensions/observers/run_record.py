@@ -16,7 +16,7 @@ from lockstep._version import __version__
 from lockstep.arguments import check_bool, check_integer
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
-from lockstep.extensions.loggers.logger import recipe_of
+from lockstep.extensions.loggers.logger import last_kept, recipe_of
 from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
@@ -174,11 +174,9 @@ class RunRecord(Extension):
 
     def _begin(self, trainer: Trainer) -> None:
         """Keep the whole lines of an earlier session of this run, and no others."""
-        source = trainer.resumption
-        continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
         self._file.folder = trainer.out
         data = self._file.read() or b""
-        self._file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
+        self._file.begin(data[: data.rfind(b"\n") + 1] if last_kept(trainer) else b"")
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> bytes:
