@@ -746,6 +746,9 @@ ARGUMENTS += [
     row("targets for a batch size", lambda: ls.BatchIterator(X, Y), "`batch_size` must be an integer", "(12,)"),
     row("snapshot of a model", lambda: ls.snapshots.save(net(), "x"), "`updater` must be an updater, got a Linear"),
     row("model to restore", lambda: ls.snapshots.restore(net(), "x"), "`updater` must be an updater, got a Linear"),
+    row("snapshot at a number", lambda: ls.snapshots.save(build(), 3.0), "`path` must be a path, got a float"),
+    row("restore nothing", lambda: ls.snapshots.restore(build(), None), "`path` must be a path, got a NoneType"),
+    row("a criterion of two", lambda: ls.BatchLoss(net(), ce), "`criterion` must take", "one tuple or dict"),
 ]
 
 MISTAKES = {

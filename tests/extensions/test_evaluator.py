@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
@@ -162,6 +163,36 @@ def test_metrics_see_the_output_also_when_the_loss_does_not_run_the_model() -> N
     model = net()
     found = Evaluator(batches(), {"accuracy": Accuracy()}, loss_fn=lambda *_: torch.tensor(0.0), model=model).evaluate()
     assert found == {"loss": 0.0, "accuracy": by_hand(model)[1]}
+
+
+class Caching(nn.Linear):
+    """Keeps in evaluation mode what only `train` drops."""
+
+    scaled: torch.Tensor | None = None
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.by_size: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        if self.scaled is None:
+            self.scaled = self.weight.detach() * 2
+        weight = self.by_size.setdefault(len(x), self.scaled + 1)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def test_what_a_model_keeps_in_an_evaluation_is_gone_in_the_next_one(tmp_path: Path) -> None:
+    model, x = Caching(4, 3), torch.ones(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    updater = ls.ParallelUpdater([(x, torch.zeros(6, dtype=torch.int64))], optimizer, model, devices=["cpu"] * 2)
+    trainer = Trainer(updater, until=(1, "iteration"), out=tmp_path)
+    for number in range(3):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        expected = x @ (2.0 * model.weight.T + 1) + model.bias
+        torch.testing.assert_close(trainer.predict(list(x), batch_size=6, num_shards=2), expected.detach())
 
 
 def test_metrics_are_reset_before_each_pass() -> None:

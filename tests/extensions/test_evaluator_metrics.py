@@ -174,3 +174,33 @@ def test_a_metric_may_return_the_state_that_it_adds_to() -> None:
     evaluator = Evaluator(batches(), {"mean": Total()}, model=model())
     evaluator.evaluate()
     assert torch.equal(evaluator.results["mean"], by_hand({"mean": Total()})["mean"])
+
+
+def test_metrics_of_torchmetrics_that_a_metric_holds_do_not_communicate() -> None:
+    class Holding:
+        def __init__(self) -> None:
+            self.held: dict[str, Any] = {"all": [torchmetrics.MeanMetric()], "itself": self}
+            self.other = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric()})
+            self.asked: list[bool] = []
+
+        def metrics(self) -> list[Any]:
+            return [*self.held["all"], self.other["sum"]]
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            for each in self.metrics():
+                each.update(output.mean() + target.sum())
+
+        def reset(self) -> None:
+            for each in self.metrics():
+                each.reset()
+
+        def compute(self) -> float:
+            self.asked = [each.distributed_available_fn() for each in self.metrics()]
+            return sum(float(each.compute()) for each in self.metrics())
+
+    holding = Holding()
+    for each in holding.metrics():
+        each.distributed_available_fn = lambda: True
+    Evaluator(batches(), {"held": holding}, model=model()).evaluate()
+    assert holding.asked == [False, False]
+    assert all(each.distributed_available_fn() for each in holding.metrics())

@@ -8,6 +8,8 @@ import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import lockstep as ls
 from lockstep import nest
+from lockstep.replicas.pool.copies import copy_model
 
 X = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Named = namedtuple("Named", "a b")
@@ -200,16 +203,16 @@ def test_two_threads_of_the_users_take_turns() -> None:
 
 
 class Calling(nn.Module):
-    """Keeps a function that calls the module it was made in, which no copy of the model can know."""
+    """Keeps a function in an object of its own that calls the module it was made in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 4).double()
         self.head = nn.Linear(4, 1).double()
-        self.read = lambda x: self.head(x).tanh()
+        self.other = SimpleNamespace(read=lambda x: self.head(x).tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.read(self.body(x))
+        return self.other.read(self.body(x))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -239,12 +242,17 @@ def test_a_model_that_computes_with_its_own_parameters_is_refused(devices: int) 
 class Gated(nn.Module):
     """A layer that multiplies by what its parent has set."""
 
-    def __init__(self, parent: nn.Module) -> None:
+    def __init__(self, parent: nn.Module, kind: str) -> None:
         super().__init__()
-        self.body, self.parent = nn.Linear(4, 4), weakref.ref(parent)
+        find = weakref.ref(parent)
+        self.body = nn.Linear(4, 4)
+        # Not by `setattr`, which takes a proxy of a module for a module.
+        self.__dict__["parent"] = weakref.proxy(parent) if kind == "proxy" else find
+        self.parents = [lambda: parent] if kind == "function in a list" else [find]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) * self.parent().gate  # type: ignore[union-attr]
+        parent = self.parent if type(self.parent) in weakref.ProxyTypes else self.parents[0]()
+        return self.body(x) * parent.gate  # type: ignore[union-attr, no-any-return]
 
 
 class Gating(nn.Module):
@@ -254,14 +262,31 @@ class Gating(nn.Module):
         super().__init__()
         self.gate: Any = 1.0
         self.kind, self.head = kind, nn.Linear(4, 2)
-        self.layer = Gated(self) if kind == "weak reference" else nn.Linear(4, 4)
+        self.layer = Gated(self, kind) if kind in {"weak reference", "proxy", "function in a list"} else nn.Linear(4, 4)
+
+        def multiply(x: torch.Tensor, *, by: Callable[[], Any] = lambda: self.gate) -> torch.Tensor:
+            return x * by()
+
+        def later(x: torch.Tensor) -> torch.Tensor:
+            return inner(x)
+
+        inner, default = partial(multiply), lambda x, of=self: x * of.gate
+        acts = {"function": multiply, "function of a function": later, "default": default}
+        self.act = acts.get(kind, torch.tanh)
         if kind == "hook":
             self.layer.register_forward_hook(lambda *called: called[2] * self.gate)
-        self.act = (lambda x: x * self.gate) if kind == "function" else torch.tanh
+        if kind == "hook that sets":
+            self.layer.register_forward_pre_hook(lambda _, given: setattr(self, "gate", _gate_of(given[0])))
+            self.layer.register_forward_hook(partial(lambda *called: called[2] * self.gate))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.gate = x.abs().mean(1, keepdim=True)
+        if self.kind != "hook that sets":
+            self.gate = _gate_of(x)
         return self.head(self.act(self.layer(x)))
+
+
+def _gate_of(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().mean(1, keepdim=True)
 
 
 def gating(kind: str) -> tuple[nn.Module, Any]:
@@ -289,10 +314,17 @@ def gated(model: nn.Module, loss_fn: Any, devices: int) -> list[torch.Tensor]:
     return [each.detach() for each in model.parameters()]
 
 
-def test_a_weak_reference_to_a_parent_refers_to_the_replica() -> None:
-    model, loss_fn = gating("weak reference")
-    found = gated(model, loss_fn, 1)
-    plain, loss_fn = gating("weak reference")
+REFERRING = (
+    *("weak reference", "proxy", "function in a list", "function", "function of a function", "default"),
+    *("hook", "hook that sets"),
+)
+
+
+@pytest.mark.parametrize("kind", REFERRING)
+def test_what_refers_to_the_model_refers_to_the_replica_there(kind: str) -> None:
+    model, loss_fn = gating(kind)
+    found = gated(model, loss_fn, 2)
+    plain, loss_fn = gating(kind)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.001)
     x, y = torch.ones(8, 4) * torch.arange(8)[:, None], torch.ones(8, 2)
     for _ in range(3):
@@ -301,11 +333,47 @@ def test_a_weak_reference_to_a_parent_refers_to_the_replica() -> None:
         optimizer.step()
     for one, other in zip(found, plain.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach())
+    # The original is never run.
+    assert model.gate == 1.0
 
 
-@pytest.mark.parametrize("kind", ["hook", "function", "loss function"])
-def test_what_forward_sets_is_not_read_from_the_original(kind: str) -> None:
-    model, loss_fn = gating(kind)
+def test_functions_of_a_replica_share_what_they_share_in_the_model() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            last: Any = self
+
+            def swap(value: Any) -> Any:
+                nonlocal last
+                last, before = value, last
+                return before
+
+            self.swap, self.read = swap, lambda: last
+
+    model = Counted()
+    copied = copy_model(model, torch.device("cpu"), lambda _: True, {})
+    assert copied.swap(1) is copied
+    assert copied.read() == 1
+    assert model.read() is model
+
+
+def test_copies_of_a_model_that_draws_to_copy_itself_leave_the_generators_alone() -> None:
+    class Anew(nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Anew:
+            made = Anew(4, 3)
+            made._parameters = copy.deepcopy(self._parameters, memo)
+            return made
+
+    before = torch.get_rng_state()
+    model = Anew(4, 3)
+    torch.set_rng_state(before)
+    copied = copy_model(model, torch.device("cpu"), lambda _: True, {})
+    assert torch.equal(copied.weight, model.weight)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_forward_sets_is_not_read_from_the_original() -> None:
+    model, loss_fn = gating("loss function")
     with pytest.raises(ValueError, match=r"A function must read 'gate', which a forward sets, from the replica"):
         gated(model, loss_fn, 2)
 

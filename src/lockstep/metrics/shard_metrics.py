@@ -6,8 +6,8 @@ import copy
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial, reduce
 from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -108,7 +108,10 @@ class ShardMetric(ABC):
 
     def compute(self) -> Any:
         """Return the value."""
-        with self._alone():
+        with ExitStack() as stack:
+            # Their states are merged already, or they were given all shards.
+            for each in _torchmetrics_in(self.metric):
+                stack.enter_context(temporarily(each, distributed_available_fn=lambda: False))
             return self.metric.compute()
 
     def move(self, device: torch.device) -> None:  # noqa: B027 - optional; most metrics follow their input
@@ -117,11 +120,6 @@ class ShardMetric(ABC):
         Args:
             device: The device.
         """
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Prevent the metric from communicating with other processes itself."""
-        yield
 
     def _update(self, output: Any, target: Any) -> None:
         """Update the metric."""
@@ -161,6 +159,9 @@ class OwnMetric(ShardMetric):
 MAX_ORDERED: Final = 1_000_000
 """The number of elements of floating-point sums above which the state of a metric is not kept for each shard."""
 
+MAX_OBJECTS: Final = 10_000
+"""The number of objects in which metrics of torchmetrics are looked for at most."""
+
 _WRAPPERS: Final = frozenset({"ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper"})
 """Wrappers that have no state besides that of the metrics they hold."""
 
@@ -183,6 +184,23 @@ def is_collection(metric: object) -> bool:
     """
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(metric, torchmetrics.MetricCollection)
+
+
+def _torchmetrics_in(metric: object) -> list[Any]:
+    """List the metrics of torchmetrics that a metric is, or holds in its attributes, lists and dicts."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    found, left, seen = list[Any](), [metric] if torchmetrics is not None else [], set[int]()
+    for each in left:  # which grows
+        if id(each) in seen or len(left) > MAX_OBJECTS:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.nn.Module):
+            found += [module for module in each.modules() if isinstance(module, torchmetrics.Metric)]
+        elif isinstance(each, Mapping | list | tuple):
+            left += each.values() if isinstance(each, Mapping) else each
+        else:
+            left += getattr(each, "__dict__", {}).values()
+    return found
 
 
 class TorchMetric(ShardMetric):
@@ -213,14 +231,6 @@ class TorchMetric(ShardMetric):
                 each.update(output, target)
         else:
             self.metric.update(output, target)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Prevent the metrics from gathering states over the default process group, which are merged already."""
-        with ExitStack() as stack:
-            for holder in self._holders.values():
-                stack.enter_context(temporarily(holder, distributed_available_fn=lambda: False))
-            yield
 
     def _state(self) -> dict[str, Any]:
         return {

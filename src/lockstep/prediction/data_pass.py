@@ -113,8 +113,9 @@ def in_held_precision(inputs: Any, precision: Precision) -> Any:
 def evaluation_mode(model: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
     """Set a model and its replicas to evaluation mode, without gradients and on one intra-op thread.
 
-    Afterwards the mode of each module, the number of threads and the random generators of torch's CPU, of Python and
-    of NumPy are restored, also after an error.
+    Afterwards the mode of each module, the attributes of the replicas' modules and what is in their dicts, such as a
+    cache, the number of threads, and the random generators of torch's CPU, of Python and of NumPy are restored, also
+    after an error.
 
     Args:
         model: The model to evaluate.
@@ -122,7 +123,16 @@ def evaluation_mode(model: nn.Module, replicas: Sequence[nn.Module]) -> Iterator
     """
     # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
     with in_mode(model, *replicas, training=False), restored_generators(), OneIntraOpThread(), torch.no_grad():
-        yield
+        modules = [vars(module) for replica in replicas for module in replica.modules()]
+        held = [*modules, *(each for own in modules for each in own.values() if type(each) is dict)]
+        before = [{**each} for each in held]
+        try:
+            yield
+        finally:
+            for each, values in zip(held, before, strict=True):
+                if each.keys() != values.keys() or not all(each[name] is value for name, value in values.items()):
+                    each.clear()
+                    each.update(values)
 
 
 class DataPass:

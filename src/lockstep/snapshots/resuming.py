@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -146,6 +147,7 @@ def save(updater: Updater, path: str | Path) -> None:
     Every rank must call this, and returns when the snapshot is there.
     """
     check_instance("updater", updater, Updater, "an updater")
+    check_instance("path", path, str | os.PathLike, "a path")
     error, communicator = "", updater.communicator
     try:
         if communicator.rank == 0:
@@ -192,6 +194,7 @@ def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) ->
         StateError: If the recipe differs in a field that `accept` does not name.
     """
     check_instance("updater", updater, Updater, "an updater")
+    check_instance("path", path, str | os.PathLike, "a path")
     snapshot = find(updater, path, Path(path), argument="path")
     if snapshot is None:
         raise SnapshotError(f"`path` must be a snapshot, got {path}.")

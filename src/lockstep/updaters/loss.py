@@ -65,6 +65,11 @@ class BatchLoss:
             function = getattr(self, name)
             if not callable(function):
                 raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
+        if reason := misfit(self.criterion, None):
+            raise TypeError(
+                "`criterion` must take what `forward` returns, for the whole batch, as its only argument, got one with "
+                f"others: {reason}. If forward returns several tensors, take them as one tuple or dict."
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - called as a loss function
         """Refuse to compute the loss of a single shard.

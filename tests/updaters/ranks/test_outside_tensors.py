@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import lockstep as ls
 from tests.support.ranks import run_on_ranks
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "a network in a closure": (lambda: (Holding(), compared_with(frozen())), "network.weight"),
     "a tensor in a closure": (lambda: (Holding(), times(torch.rand(3))), "factor"),
     "a registered network": (lambda: (Holding(), mean_of_output), ""),
+    "a tensor without values": (lambda: (Holding(held=[FakeTensorMode().from_tensor(X)]), mean_of_output), ""),
 }
 
 

@@ -27,6 +27,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lockstep.nest import attributes, listed
+from lockstep.replicas.pool.references import copy_references
+from lockstep.streams import restored_generators
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 ADDRESS: Final = (torch.Tensor.data_ptr,)
@@ -74,9 +76,9 @@ def copy_model(
         TypeError: If the model contains something that cannot be copied, or its copy has tensors of other origin.
     """
     _check_forward_writes_no_parameter(model)
-    held = _values_of(model)
-    check_no_lookups(held.containers, model, "model")
-    for parameter in held.parameters:
+    values = _values_of(model)
+    check_no_lookups(values.containers, model, "model")
+    for parameter in values.parameters:
         # Like `Module.to`, moving the model leaves those of another type of device where they are.
         shares = parameter.device == device or parameter.device.type != device.type
         memo[id(parameter)] = _copy_parameter(parameter, device, shares=shares)
@@ -93,8 +95,8 @@ def copy_model(
         own = buffer.detach().to(buffer.device if buffer.is_meta else device, copy=True)
         own.__dict__.update(buffer.__dict__)
         memo[id(buffer)] = own
-    hidden = [("a parameter of an unregistered module", each) for each in held.parameters]
-    _copy_views(held.tensors, [*_named_tensors(model), *hidden], memo)
+    hidden = [("a parameter of an unregistered module", each) for each in values.parameters]
+    _copy_views(values.tensors, [*_named_tensors(model), *hidden], memo)
     # `copy.deepcopy` refuses tensors that have a graph.
     for module, _, name in _computed_weights(model):
         weight = vars(module)[name]
@@ -102,27 +104,24 @@ def copy_model(
     modules = {id(module) for module in model.modules()}
     for part in _hook_objects(model):
         # A hook object outside of the model may hold state that all replicas share, or that cannot be copied.
-        if id(part) not in modules:
+        if id(part) not in modules and type(part) is not FunctionType:
             memo[id(part)] = part
+    # Deepcopy would copy what a proxy refers to.
+    held = [value for module in model.modules() for value in vars(module).values()]
+    memo.update((id(value), value) for value in held if type(value) in weakref.ProxyTypes)
     try:
-        copied = copy.deepcopy(model, memo)
+        # A `__deepcopy__` of yours may draw, and is called as often as there are devices.
+        with restored_generators():
+            copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
             f"`model` must be copyable by copy.deepcopy, got a {type(model).__name__} that raised "
             f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
             "forwards out of its attributes, or define `__deepcopy__` for their class."
         ) from error
-    _copy_weak_references(model, memo)
+    copy_references(model, memo)
     _check_tensors_copied(model, copied, memo)
     return copied
-
-
-def _copy_weak_references(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Replace weak references of modules, such as that of a layer to its parent, by references to the copies."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) is weakref.ref and id(value()) in memo:
-                vars(memo[id(module)])[name] = weakref.ref(memo[id(value())])
 
 
 def _copy_views(

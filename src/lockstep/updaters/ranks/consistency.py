@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
+from torch._subclasses import FakeTensor
 
 from lockstep.communicators import Communicator, StateComparer, check_fields, compare, kernel_class, self_test
 from lockstep.digest import fingerprint
@@ -138,7 +139,9 @@ class RankConsistency:
             if id(tensor) not in known:
                 named[f"tensor {index} of shape {tuple(tensor.shape)}"] = tensor
         own = {id(each) for each in (*model.parameters(), *model.buffers())}
-        return {name: each for name, each in named.items() if id(each) not in own and not each.is_meta}
+        # Nodes of an exported graph hold tensors without values.
+        has_values = [name for name, each in named.items() if not each.is_meta and not isinstance(each, FakeTensor)]
+        return {name: named[name] for name in has_values if id(named[name]) not in own}
 
 
 def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> Fields:

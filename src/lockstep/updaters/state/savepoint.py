@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.optim import without_pre_hooks
+from lockstep.optim import StatefulHook, without_pre_hooks
 from lockstep.updaters.state.training import TrainingState
 
 
@@ -37,7 +38,10 @@ class Savepoint:
             for each, _ in self._sharded:
                 hidden.enter_context(each.without_state())
             self._optimizers = [(each, copy_state(each.state_dict())) for each in training.optimizers.values()]
-        stateful = (*training.schedulers.values(), *training.step_hooks().values())
+        stateful: tuple[LRScheduler | StatefulHook, ...] = (
+            *training.schedulers.values(),
+            *training.step_hooks().values(),
+        )
         self._stateful = [(each, copy_state(each.state_dict())) for each in stateful]
         self._masters = [(each, copy_state(each.saved_masters())) for each in training.all_masters()]
 

@@ -42,8 +42,6 @@ from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.fused import check_dense
 
-HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
-"""The attributes in which a module keeps hooks that run within a forward."""
 MOST_FUNCTIONS: Final = 100
 """The number of functions that are looked at most, of those that a loss function calls."""
 
@@ -466,23 +464,20 @@ def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Mod
 
     Args:
         loss_fn: The loss function.
-        model: The original model, whose hooks and attributes may be functions as well.
+        model: The original model.
         replica: A replica that has computed a shard.
 
     Raises:
         ValueError: If a function reads such an attribute by its name.
     """
     changed = {(id(module), name) for _, module, name in changed_attributes(model, replica)}
-    functions = [("loss_fn", each) for each, _ in _called(loss_fn)] if changed else []
-    for before in map(attributes, model.modules() if changed else ()):
-        functions += [("model", each) for held in (before, *map(before.get, HOOKS)) for each in (held or {}).values()]
-    for argument, function in functions:
+    for function in [each for each, _ in _called(loss_fn)] if changed else []:
         for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
             if (id(holder), name) in changed:
                 raise ValueError(
                     f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
-                    f"{function.__qualname__!r} of `{argument}`, which reads it from your original model, whose "
-                    "forward is never run. Read it from the argument of `loss_fn` or of the hook, or make it a method."
+                    f"{function.__qualname__!r} of `loss_fn`, which reads it from your original model, whose forward "
+                    "is never run. Read it from the argument of `loss_fn`."
                 )
 
 
