@@ -255,6 +255,15 @@ class Gated(nn.Module):
         return self.body(x) * parent.gate  # type: ignore[union-attr, no-any-return]
 
 
+class Recorder:
+    """Notes something of the input in forward."""
+
+    noted: Any = 1.0
+
+    def note(self, _: nn.Module, given: tuple[torch.Tensor]) -> None:
+        self.noted = _gate_of(given[0])
+
+
 class Gating(nn.Module):
     """Sets an attribute in forward, which something else reads: a layer, a hook, or a function in an attribute."""
 
@@ -278,6 +287,10 @@ class Gating(nn.Module):
         if kind == "hook that sets":
             self.layer.register_forward_pre_hook(lambda _, given: setattr(self, "gate", _gate_of(given[0])))
             self.layer.register_forward_hook(partial(lambda *called: called[2] * self.gate))
+        if kind == "hook of a recorder":
+            self.recorder = Recorder()
+            self.register_forward_pre_hook(self.recorder.note)
+            self.layer.register_forward_hook(lambda *called: called[2] * self.recorder.noted)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind != "hook that sets":
@@ -316,7 +329,7 @@ def gated(model: nn.Module, loss_fn: Any, devices: int) -> list[torch.Tensor]:
 
 REFERRING = (
     *("weak reference", "proxy", "function in a list", "function", "function of a function", "default"),
-    *("hook", "hook that sets"),
+    *("hook", "hook that sets", "hook of a recorder"),
 )
 
 

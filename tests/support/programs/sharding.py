@@ -197,6 +197,13 @@ class Whole(Foreign):
         return mean / (mean.norm() + 1)
 
 
+class Late(Whole):
+    """Steps by such a length after a warm-up."""
+
+    def direction(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean if self.count <= 4 else super().direction(mean)
+
+
 class Noisy(Foreign):
     """Draws noise, of which pieces draw other numbers."""
 

@@ -22,6 +22,7 @@ from lockstep.updaters.step import stepping
 from tests.support.programs.sharding import (
     RUNS,
     Foreign,
+    Late,
     Named,
     Nested,
     Noisy,
@@ -252,6 +253,23 @@ def _foreign(communicator: Communicator) -> tuple[list[str], list[str]]:
             assert ls.digest(updater.state_dict()) == before
             refused.append(str(caught.value))
     return [_foreign_digest(communicator, kind, shard=True) for kind in (Foreign, Stateless)], refused
+
+
+def _refused_after(communicator: Communicator, updates: int) -> None:
+    """Check that the step of an optimizer is refused after a number of updates, and taken back."""
+    warnings.filterwarnings("ignore", "The saved state lacks")
+    run = Run(lambda groups: Late(groups, lr=0.01), {"audit_every": 0})
+    with finalized(updater_of(run, 1, shard=True, communicator=communicator)) as updater:
+        for _ in range(updates):
+            updater.update()
+        before = ls.digest(updater.state_dict())
+        with pytest.raises(ValueError, match="must be False for Late"):
+            updater.update()
+        assert ls.digest(updater.state_dict()) == before
+
+
+def test_unknown_optimizers_are_compared_again_when_a_warm_up_may_have_ended() -> None:
+    run_on_ranks(_refused_after, 2, 8)
 
 
 def refused_optimizers() -> dict[str, tuple[Any, str]]:

@@ -101,13 +101,13 @@ def copy_model(
     for module, _, name in _computed_weights(model):
         weight = vars(module)[name]
         memo[id(weight)] = weight.detach().to(device, copy=True)
-    modules = {id(module) for module in model.modules()}
+    held = [value for module in model.modules() for value in (module, *vars(module).values())]
+    inside = set(map(id, held))
     for part in _hook_objects(model):
         # A hook object outside of the model may hold state that all replicas share, or that cannot be copied.
-        if id(part) not in modules and type(part) is not FunctionType:
+        if id(part) not in inside and type(part) is not FunctionType:
             memo[id(part)] = part
     # Deepcopy would copy what a proxy refers to.
-    held = [value for module in model.modules() for value in vars(module).values()]
     memo.update((id(value), value) for value in held if type(value) in weakref.ProxyTypes)
     try:
         # A `__deepcopy__` of yours may draw, and is called as often as there are devices.

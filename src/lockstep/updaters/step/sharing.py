@@ -30,8 +30,10 @@ from lockstep.updaters.step.stepping import (
 )
 
 NUM_CHECKED: Final = 2
-"""The number of steps of an unknown optimizer that are compared with whole ones. The second one shows state that is
-kept where no rank gathers it."""
+"""The number of first steps of an unknown optimizer that are compared with whole ones. The second one shows state that
+is kept where no rank gathers it."""
+CHECKED_AGAIN: Final = 8
+"""The number of steps after which one is compared again, and again after twice as many: a warm-up may have ended."""
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
@@ -54,7 +56,8 @@ class SharedStep:
     def __init__(self, sharded: ShardedState, communicator: Communicator) -> None:
         self._sharded = sharded
         self._communicator = communicator
-        self._num_unchecked = 0 if steps_elements(sharded.optimizer) else NUM_CHECKED
+        self._is_known = steps_elements(sharded.optimizer)
+        self._num_steps = 0
 
     def prepare(self) -> None:
         """Share out new parameters, and cut loaded state, while the groups hold the parameters of the model."""
@@ -76,11 +79,13 @@ class SharedStep:
             PeerError: If another rank raised before the first weight moved.
             LockstepError: If another rank raised afterwards.
         """
-        whole = WholeStep(self._sharded, current) if self._num_unchecked else None
+        number = self._num_steps
+        is_checked = number < NUM_CHECKED or (number >= CHECKED_AGAIN and number.bit_count() == 1)
+        whole = WholeStep(self._sharded, current) if is_checked and not self._is_known else None
         turn = _Turn(self._sharded, self._communicator, current, num_devices, whole)
         try:
             step_in_parts(self._sharded.optimizer, turn.parts, run, progress, turn.end)
-            self._num_unchecked -= self._num_unchecked > 0
+            self._num_steps += 1
         except BaseException as error:
             turn.report(error)
             # A step that was taken back has moved nothing.
