@@ -279,6 +279,9 @@ class Gating(nn.Module):
         def later(x: torch.Tensor) -> torch.Tensor:
             return inner(x)
 
+        if kind == "forward in place of another":
+            before = self.layer.forward
+            self.layer.forward = lambda x: before(x) * self.gate  # type: ignore[method-assign]
         inner, default = partial(multiply), lambda x, of=self: x * of.gate
         acts = {"function": multiply, "function of a function": later, "default": default}
         self.act = acts.get(kind, torch.tanh)
@@ -329,7 +332,7 @@ def gated(model: nn.Module, loss_fn: Any, devices: int) -> list[torch.Tensor]:
 
 REFERRING = (
     *("weak reference", "proxy", "function in a list", "function", "function of a function", "default"),
-    *("hook", "hook that sets", "hook of a recorder"),
+    *("hook", "hook that sets", "hook of a recorder", "forward in place of another"),
 )
 
 

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from functools import partial, update_wrapper
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -47,6 +47,8 @@ def _referring(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) is weakref.ref:
         target = memo.get(id(value()))
         return value if target is None else weakref.ref(target)
+    if type(value) is MethodType:
+        return MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
     if type(value) is partial:
         function, *args = (_referring(each, memo) for each in (value.func, *value.args))
         return partial(function, *args, **{name: _referring(each, memo) for name, each in value.keywords.items()})
