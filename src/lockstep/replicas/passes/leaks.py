@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 REMEDY: Final = (
-    "A lambda or a replaced `forward` that is stored in the model and refers to the original model has the same "
-    "effect. Define it as a method instead."
+    "A function that refers to the original model by a global variable, or that an object in an attribute holds, has "
+    "the same effect. Define it as a method of the model instead."
 )
 """The end of the error messages, which describes the usual cause."""
 

@@ -39,7 +39,7 @@ def copy_references(model: nn.Module, memo: dict[int, Any]) -> None:
 def _referring(value: Any, memo: dict[int, Any]) -> Any:
     """Return a function or a weak reference that refers to copies where a memo has them; anything else as it is."""
     if type(value) in weakref.ProxyTypes:
-        # The object itself, which a proxy tells by a method of it alone.
+        # A proxy tells what it refers to by a method of that alone.
         target = memo.get(id(value.__repr__.__self__))
         return value if target is None else weakref.proxy(target)
     if id(value) in memo:
