@@ -108,6 +108,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     trainer.extend(StepScheduler(plateau(OneOptimizer()), "main/loss"))
     with pytest.raises(ValueError, match=r"`scheduler` must belong to an optimizer of the updater \(main\), got a Red"):
         trainer.run()
+    twice = ls.Trainer(updater, (1, "epoch"), tmp_path)
+    for _ in range(2):
+        twice.extend(StepScheduler(exponential))
+    with pytest.raises(ValueError, match="must be stepped by one StepScheduler, got a ExponentialLR that several"):
+        twice.run()
 
 
 def test_a_value_that_is_not_observed_is_named(tmp_path: Path) -> None:

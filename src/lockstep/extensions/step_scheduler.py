@@ -62,16 +62,22 @@ class StepScheduler(Extension):
         self._options = dict(scheduler_fields(scheduler))
 
     def initialize(self, trainer: Trainer) -> None:
-        """Check that the scheduler belongs to an optimizer of the run.
+        """Check that the scheduler belongs to an optimizer of the run, and that no other extension steps it.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If it does not, or if another one does.
         """
         optimizers = trainer.updater.get_all_optimizers()
         if not any(optimizer is self.scheduler.optimizer for optimizer in optimizers.values()):
             raise ValueError(
                 f"`scheduler` must belong to an optimizer of the updater ({', '.join(optimizers)}), got a "
                 f"{type(self.scheduler).__name__} of another one."
+            )
+        steppers = [each for each in trainer.extensions.values() if isinstance(each, StepScheduler)]
+        if sum(each.scheduler is self.scheduler for each in steppers) > 1:
+            raise ValueError(
+                f"`scheduler` must be stepped by one StepScheduler, got a {type(self.scheduler).__name__} that several "
+                "extensions of the trainer step. Remove all but one."
             )
 
     def collect(self, trainer: Trainer) -> None:
