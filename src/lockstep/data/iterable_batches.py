@@ -228,8 +228,7 @@ class IterableBatches(Iterator):
                 finally:
                     # Its traceback holds this frame, and what the source held.
                     del error
-            with self._reading():
-                self._look_ahead()
+            self._look_ahead()
             # Before reading, which would start another epoch.
             if self._end.epoch > 0 and not self.repeat:
                 raise StopIteration
@@ -255,8 +254,7 @@ class IterableBatches(Iterator):
         if len(self._ahead) == ahead and not (always or self._has_workers):
             return None
         try:
-            with self._reading():
-                self._look_ahead()
+            self._look_ahead()
             if len(self._ahead) == ahead and self._end.position == 0:
                 return None
             return self.peek(ahead) if len(self._ahead) >= ahead else None
@@ -428,7 +426,8 @@ class IterableBatches(Iterator):
         """Find out whether the last batch that was read has ended an epoch, by reading the next one."""
         if not self._may_end:
             return
-        cursor = self._following(self._end)
+        with self._reading():
+            cursor = self._following(self._end)
         self._may_end = False
         if self._ahead:
             self._ahead[-1] = self._ahead[-1][0], cursor
@@ -441,9 +440,8 @@ class IterableBatches(Iterator):
         # After an error the source is not started anew for a question.
         if not self._ahead and self._stream is not None:
             try:
-                with self._reading():
-                    self._look_ahead()
-            except Exception as error:  # noqa: BLE001 - as above
+                self._look_ahead()
+            except Exception as error:  # noqa: BLE001 - as in `peek_early`
                 self._early_error = error
         return self._cursor
 

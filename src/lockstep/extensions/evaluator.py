@@ -63,7 +63,9 @@ class Evaluator(Extension):
             `MetricCollection` of torchmetrics, which has names of its own.
         loss_fn: A function ``loss_fn(model, *batch)`` that returns a mean loss over the batch, or a `Loss` with
             its weight and metrics. The metrics above then use the output of its last run of the model. If it reports
-            values, it may return None, as a validation step of Lightning that only logs: there is no loss then.
+            values, it may return None, as a validation step of Lightning that only logs: there is no loss then. In the
+            first pass in a trainer it is also called for parts of the first shard, to name what is no mean over
+            samples, unless the updater has ``audit_every=0``.
         output: A function of the output of the model that returns what metrics see of it, such as
             ``lambda out: out.logits``. By default metrics get the output itself.
         model: The model; by default the updater's model named `model_name`.

@@ -37,7 +37,10 @@ def copy_references(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _referring(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a function or a weak reference that refers to copies where a memo has them; anything else as it is."""
+    """Return a function or a weak reference that refers to copies where a memo has them; anything else as it is.
+
+    A partial function is copied in any case, as deepcopy does.
+    """
     if type(value) in weakref.ProxyTypes:
         # A proxy tells what it refers to by a method of that alone.
         target = memo.get(id(value.__repr__.__self__))
@@ -48,7 +51,8 @@ def _referring(value: Any, memo: dict[int, Any]) -> Any:
         target = memo.get(id(value()))
         return value if target is None else weakref.ref(target)
     if type(value) is MethodType:
-        return MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
+        target = memo.get(id(value.__self__))
+        return value if target is None else MethodType(value.__func__, target)
     if type(value) is partial:
         function, *args = (_referring(each, memo) for each in (value.func, *value.args))
         return partial(function, *args, **{name: _referring(each, memo) for name, each in value.keywords.items()})
