@@ -60,6 +60,7 @@ from lockstep.replicas.passes.summing import (
 )
 from lockstep.replicas.passes.tasks import in_mode as in_mode
 from lockstep.replicas.pool.copies import (
+    HOOK_NAMES as HOOK_NAMES,
     check_no_lookups as check_no_lookups,
     held_tensors as held_tensors,
     refuse_wrapped as refuse_wrapped,

@@ -136,29 +136,29 @@ def compares_objects(code: CodeType) -> bool:
     return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
 
 
-COMPARED: Final = (torch.Tensor, bool, int, float, str)
-"""The types of attributes whose values are compared."""
+MOST_FUNCTIONS: Final = 100
+"""The number of functions that are looked at most, of those that a loss function calls."""
+
+LOSSES: Final = (Supervised, BatchLoss, NamedLoss)
+"""Loss functions of this library that call functions of yours."""
 
 
-def changed_attributes(model: nn.Module, replica: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """List the plain attributes that a forward has set, each by the path of its module, the module and its own name.
+def called_functions(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:
+    """Yield a loss function and the functions that it calls, each with what it refers to.
 
     Args:
-        model: The model as it was.
-        replica: A copy of it that has computed shards.
+        loss_fn: The loss function.
     """
-    found = []
-    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
-        before, after = attributes(module), attributes(copied)
-        found += [(path, module, name) for name, value in after.items() if _is_set(before.get(name), value)]
-    return found
-
-
-def _is_set(before: Any, after: Any) -> bool:
-    """Return whether an attribute has another value than before, as far as values of its type are compared."""
-    if type(after) is not torch.Tensor or type(before) is not torch.Tensor:
-        return type(after) in COMPARED and (type(before) is not type(after) or before != after)
-    return not torch.equal(after.detach().to(before.device), before.detach())
+    kinds = (FunctionType, MethodType, partial, *LOSSES)
+    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
+    for function in functions:
+        found = references(function.__func__ if type(function) is MethodType else function)
+        if type(function) is MethodType and type(function.__func__) is FunctionType:
+            own = attributes(function.__self__)
+            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
+        new = [each for each in found if type(each) in kinds and each not in functions]
+        functions += new[: MOST_FUNCTIONS - len(functions)]
+        yield function, found
 
 
 GENERATORS: Final = (
@@ -205,9 +205,6 @@ MOST_LEVELS: Final = 3
 
 MOST_OBJECTS: Final = 10_000
 """The number of objects that are looked at most, so that a large data structure costs little time."""
-
-LOSSES: Final = (Supervised, BatchLoss, NamedLoss)
-"""Loss functions of this library that call functions of yours."""
 
 SEQUENCES: Final = (list, tuple, deque)
 OF_MODULES: Final = frozenset(vars(nn.Module()))

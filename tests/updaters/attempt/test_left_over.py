@@ -98,19 +98,19 @@ def warned(model: nn.Module, num_updates: int, *, sizes: tuple[int, ...] = (6,),
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_an_attribute_that_has_taken_effect_is_named(num_devices: int) -> None:
     (text,) = warned(WarmUp(10), 9, devices=["cpu"] * num_devices, num_shards=2 * num_devices)
-    assert text.startswith("8: ")
+    assert text.startswith(("2: ", "4: "))
     assert "by a new copy of the model, as a run that is resumed here has it" in text
     assert "these attributes in earlier updates: calls." in text
 
 
 def test_what_takes_effect_later_still_is_found_by_the_next_audit() -> None:
     (text,) = warned(WarmUp(4 * 10), 17)
-    assert text.startswith("16: ")
+    assert text.startswith("8: ")
 
 
 def test_the_longest_input_that_was_seen_is_found() -> None:
     (text,) = warned(Growing(), 9, sizes=(4, 12, 8))
-    assert text.startswith("8: ")
+    assert text.startswith("2: ")
     assert "longest" in text
 
 
@@ -181,5 +181,5 @@ def _on_rank(communicator: ls.Communicator) -> list[str]:
 def test_all_ranks_warn_and_go_on() -> None:
     for found in run_on_ranks(_on_rank, 2):
         (text,) = found
-        assert text.startswith("8: ")
+        assert text.startswith(("2: ", "4: "))
         assert "by a new copy of the model" in text

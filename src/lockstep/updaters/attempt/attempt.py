@@ -136,7 +136,6 @@ class Attempt:
         share: The shards that this process computes.
         device_shards: These shards by device, each with its tensors.
         audit: The shard that is computed twice; None if none is.
-        refuted: Whether the audit has found a wrong result, so that the attempt is made once more.
         may_send_early: Whether the next gradient may be sent while it is computed, because its update is not audited.
         gradient_context: What the computations of all shards have in common.
         device_tasks: *Compute*: the tasks with the sums over the shards of each device.
@@ -171,7 +170,6 @@ class Attempt:
     share: RankShare = field(init=False)
     device_shards: DeviceShards = field(init=False)
     audit: Audit | None = field(default=None, init=False)
-    refuted: bool = field(default=False, init=False)
     may_send_early: bool = field(default=True, init=False)
     gradient_context: GradientContext = field(init=False)
     device_tasks: Sequence[DeviceGradientTask] = field(default=(), init=False)

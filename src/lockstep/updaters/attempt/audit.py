@@ -122,6 +122,7 @@ class Audit:
         left: The checksums of these buffers after each shard, by name.
         renews: Whether the second computation is that of a new copy of the model.
         left_over: The names of the attributes in which the former copy differs from the new one.
+        changes: Whether forward has changed attributes of a replica in the first update.
     """
 
     shard: Shard
@@ -143,6 +144,7 @@ class Audit:
     left: dict[str, set[int]] = field(default_factory=dict)
     renews: bool = False
     left_over: Sequence[str] = ()
+    changes: bool = False
 
     @property
     def first(self) -> Seals | None:
@@ -185,8 +187,9 @@ class Audit:
             note_left(self.left, refs, left, rules)
 
     def to_plain(self) -> list[str | None]:
-        """Return what this rank has computed, to be sent to the other ranks."""
-        return [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
+        """Return both results of this rank, and whether forward changes attributes, to be sent to the other ranks."""
+        seals = [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
+        return [*seals, "changes attributes" if self.changes else None]
 
     def finding(
         self, compute: Compute, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_not
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Final, Literal
 
 import torch
@@ -22,17 +22,14 @@ from lockstep.arguments import check_choice, check_instance
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
-from lockstep.nest import attributes
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.detectors import (
-    LOSSES,
-    changed_attributes,
+    called_functions,
     compares_objects,
-    names_in,
     references,
     values_read,
 )
@@ -40,10 +37,8 @@ from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
+from lockstep.updaters.step.attributes import changed_attributes, check_no_original_attributes, warn_of_reads
 from lockstep.updaters.step.fused import check_dense
-
-MOST_FUNCTIONS: Final = 100
-"""The number of functions that are looked at most, of those that a loss function calls."""
 
 
 def check_fit(
@@ -371,7 +366,11 @@ def check_first_shards(
     check_lookups(loss_fn, model)
     check_no_original_buffers(loss_fn, prepared, attempt)
     if context.at_start:
-        check_no_original_attributes(loss_fn, model, prepared.runners[0].replica)
+        changed = changed_attributes(model, prepared.runners[0].replica)
+        check_no_original_attributes(loss_fn, changed)
+        if attempt.audit is not None:
+            attempt.audit.changes = bool(changed)
+            warn_of_reads(loss_fn, model, changed)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
@@ -411,7 +410,7 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
             refers to a parameter or module of the original model, or if one refers to a `GradScaler`.
     """
     containers: list[Any] = []
-    for function, found in _called(loss_fn):
+    for function, found in called_functions(loss_fn):
         containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
         scalers: list[Any] = [each for each in found if issubclass(type(each), GradScaler)]
         if any(each.is_enabled() for each in scalers):
@@ -440,7 +439,7 @@ def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: At
     """
     read = {
         id(value)
-        for function, _ in _called(loss_fn)
+        for function, _ in called_functions(loss_fn)
         if type(code := getattr(function, "__func__", function)) is FunctionType
         for _, _, value in values_read(code, getattr(function, "__self__", None))
     }
@@ -457,42 +456,6 @@ def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: At
                 f"{ref.path!r} of your original model, which has the value of the last update until this one is "
                 "applied. Read it from the argument of `loss_fn`, or return it from forward."
             )
-
-
-def check_no_original_attributes(loss_fn: Any, model: nn.Module, replica: nn.Module) -> None:
-    """Check that no function reads from the original model an attribute that a forward has set in a replica.
-
-    Args:
-        loss_fn: The loss function.
-        model: The original model.
-        replica: A replica that has computed a shard.
-
-    Raises:
-        ValueError: If a function reads such an attribute by its name.
-    """
-    changed = {(id(module), name) for _, module, name in changed_attributes(model, replica)}
-    for function in [each for each, _ in _called(loss_fn)] if changed else []:
-        for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
-            if (id(holder), name) in changed:
-                raise ValueError(
-                    f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
-                    f"{function.__qualname__!r} of `loss_fn`, which reads it from your original model, whose forward "
-                    "is never run. Read it from the argument of `loss_fn`."
-                )
-
-
-def _called(loss_fn: Any) -> Iterable[tuple[Any, list[object]]]:
-    """Yield a loss function and the functions that it calls, each with what it refers to."""
-    kinds = (FunctionType, MethodType, partial, *LOSSES)
-    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
-    for function in functions:
-        found = references(function.__func__ if type(function) is MethodType else function)
-        if type(function) is MethodType and type(function.__func__) is FunctionType:
-            own = attributes(function.__self__)
-            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
-        new = [each for each in found if type(each) in kinds and each not in functions]
-        functions += new[: MOST_FUNCTIONS - len(functions)]
-        yield function, found
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:

@@ -198,7 +198,7 @@ class GradientEngine:
             attempt.batches, share.shards_by_device, self.replicas.devices, first, lends=lends
         )
         if audits:
-            attempt.refuted, attempt.audit = False, self._choose_audit(attempt)
+            attempt.audit = self._choose_audit(attempt)
         if self.ranks is not None:
             attempt.may_send_early = update + 1 != self._audited_again and not self.auditor.is_followed(update)
         scale, audit, former = attempt.scale, attempt.audit, self.training.carried
@@ -387,7 +387,6 @@ class GradientEngine:
                 compare_parts(self._again(), attempt, attempt.audit, context)
         if attempt.audit is not None:
             warn_of_means(attempt.audit.left)
-            attempt.refuted = self.ranks is None and self._is_refuted(attempt, context)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
             self._speeds.end_computation(device_shards)
@@ -428,7 +427,9 @@ class GradientEngine:
             self._watches_means = False
             warn_of_no_means(attempt.gradient_context.no_means or ())
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check() or attempt.refuted
+        left_out = context.interrupts.check()
+        if self.ranks is None and attempt.audit is not None:
+            left_out |= self._is_refuted(attempt, context)
         left_out |= attempt.gradient_context.merges and self._is_spoiled(attempt)
         self.watch.phase = "reduce"
         if self.ranks is not None:
@@ -483,6 +484,9 @@ class GradientEngine:
         finding = attempt.audit.finding(compute, reports, exchange)
         if finding is None:
             self.auditor.warn_of_draws(attempt.audit.drawn)
+        if any(changes for *_, changes in reports or [attempt.audit.to_plain()]):
+            # What a forward has left in the replicas may decide from now on.
+            self._audited_again, attempt.may_send_early = self.training.iteration + 1, False
         at = self.training.iteration, attempt.request.computation
         return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 

@@ -24,12 +24,12 @@ from lockstep.updaters.attempt.other_place import run_as_elsewhere, warning_of_e
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
 from lockstep.updaters.compute.shares import RankShare
-from lockstep.updaters.detectors import changed_attributes
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup.batches import Conversion, copied, may_draw
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedAttempt
 from lockstep.updaters.state.training import TrainingState
+from lockstep.updaters.step.attributes import changed_attributes
 
 LEADS: Final = (20, 5, 2, 0)
 """By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the
@@ -76,7 +76,7 @@ class Recomputation:
         runs = [(place, run) for place, run in enumerate(attempt.share.shards_by_device) if run]
         # Kernels of accelerators may vary.
         varies = self.replicas.accelerators and not torch.are_deterministic_algorithms_enabled()
-        if self.is_first and len(runs) > 1 and not self.streams.one_at_a_time and not varies:
+        if self.is_first and len(runs) > 1 and not (audit.renews or self.streams.one_at_a_time or varies):
             audit.neighbours = {place: run[-1] for place, run in runs[:2]}
         for shard in (audit.shard, *audit.neighbours.values()):
             # Samples that draw would be others if they were read again.
@@ -118,8 +118,7 @@ class Recomputation:
     def _by_new_replica(self, audit: Audit, place: int) -> Recomputation:
         """Return what computes by a new copy of the model on one device, as a run that is resumed here would."""
         replica = self.replicas.new_replica(place)
-        changed = changed_attributes(replica, self.prepared.runners[place].replica)
-        audit.left_over = [f"{path}.{name}".lstrip(".") for path, _, name in changed]
+        audit.left_over = list(map(str, changed_attributes(replica, self.prepared.runners[place].replica)))
         return replace(self, prepared=self.prepared.with_replica(place, replica, self.replicas, self.recipe.buffers))
 
     def _run(

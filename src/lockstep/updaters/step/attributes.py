@@ -1,0 +1,221 @@
+"""Notice what a forward leaves in plain attributes of the replicas, because the original model does not get it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dis import get_instructions
+from functools import cached_property, partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.digest import checksum
+from lockstep.errors import DeterminismWarning
+from lockstep.nest import attributes, listed
+from lockstep.replicas import HOOK_NAMES
+from lockstep.updaters.attempt.audit import few
+from lockstep.updaters.detectors import OF_MODULES, called_functions, of_function, values_read
+from lockstep.updaters.result import UpdateResult
+
+VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS: Final = (dict, list, tuple, set, deque)
+MOST_LEVELS: Final = 3
+"""The number of containers inside of each other whose contents are compared."""
+MOST_CODE: Final = 2_000
+"""The number of functions at most whose code is looked at."""
+
+OF_OTHERS: Final = (torch.Tensor, UpdateResult, str, list, dict)
+"""The types of objects whose attributes are rather meant where a program reads one of the same name."""
+
+LIBRARIES: Final = ("torch", "lockstep")
+
+
+class Changed(NamedTuple):
+    """A plain attribute that a forward has set or changed.
+
+    Attributes:
+        path: The name of the module in the model.
+        module: The module of the original model.
+        name: The name of the attribute.
+    """
+
+    path: str
+    module: nn.Module
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+
+def changed_attributes(model: nn.Module, replica: nn.Module) -> list[Changed]:
+    """List the plain attributes that a forward has set or changed, also in place.
+
+    Args:
+        model: The model as it was.
+        replica: A copy of it that has computed shards.
+    """
+    found = []
+    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
+        before = attributes(module)
+        for name, value in attributes(copied).items():
+            is_plain = name not in OF_MODULES or name == "training"
+            if is_plain and value is not before.get(name) and _summary(before.get(name)) != _summary(value):
+                found.append(Changed(path, module, name))
+    return found
+
+
+def _summary(value: Any, levels: int = MOST_LEVELS) -> str:
+    """Return a text that differs where values differ, as far as values of their type are compared."""
+    kind = type(value)
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_meta and not value.is_nested:
+        # A tensor whose memory was freed has no values.
+        return f"{value.shape} {checksum(value.detach()) if value.untyped_storage().nbytes() else None}"
+    if kind in VALUES:
+        return repr(value)
+    if levels and issubclass(kind, CONTAINERS):
+        base = next(each for each in CONTAINERS if issubclass(kind, each))
+        items = listed(lambda: dict.items(value) if base is dict else base.__iter__(value))
+        return f"[{', '.join(_summary(each, levels - 1) for each in items)}]"
+    return kind.__qualname__
+
+
+def check_no_original_attributes(loss_fn: Any, changed: Iterable[Changed]) -> None:
+    """Check that no function reads from the original model an attribute that a forward has changed in a replica.
+
+    Args:
+        loss_fn: The loss function.
+        changed: The attributes that a forward has changed.
+
+    Raises:
+        ValueError: If a function reads such an attribute by its name.
+    """
+    found = {(id(each.module), each.name) for each in changed}
+    for function in [each for each, _ in called_functions(loss_fn)] if found else []:
+        for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
+            if (id(holder), name) in found:
+                raise ValueError(
+                    f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
+                    f"{function.__qualname__!r} of `loss_fn`, which reads it from your original model, whose forward "
+                    "is never run. Read it from the argument of `loss_fn`."
+                )
+
+
+def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) -> None:
+    """Warn of attributes that a forward changes and that your program seems to read from the original model.
+
+    These are metrics of torchmetrics, and attributes that your program reads by name elsewhere than in the loss
+    function and in what a forward calls. Your program is what calls the updater, and the functions and classes that are
+    defined beside it.
+
+    Args:
+        loss_fn: The loss function.
+        model: The original model.
+        changed: The attributes that a forward has changed.
+    """
+    read = set(_names_read(loss_fn, model)).difference(*map(dir, OF_OTHERS)) if changed else ()
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    metrics = [each.path for each in changed if torchmetrics and isinstance(each.module, torchmetrics.Metric)]
+    found = list(dict.fromkeys([*metrics, *(str(each) for each in changed if each.name in read)]))
+    if found:
+        warnings.warn(
+            f"Forward changes attributes of the model that your program seems to read elsewhere: {few(found)}. Each "
+            "device has a copy of the model with attributes of its own, which the original does not get: between "
+            "updates you read there the value from before the run, and what you reset there is not reset in the "
+            "copies. Pass the value to lockstep.report in the loss function, or register it as a buffer with a rule "
+            "(`buffers`). If your program does not use it, filter this warning.",
+            DeterminismWarning,
+            stacklevel=2,
+        )
+
+
+def _names_read(loss_fn: Any, model: nn.Module) -> Iterator[str]:
+    """Yield the names of attributes that a program reads elsewhere than in a loss function and in forwards.
+
+    What methods of other classes than those of the model read of ``self`` is left out.
+    """
+    methods = _methods_of(model)
+    of_model = {function.__code__ for functions in methods.values() for function in functions}
+    seen, frame = _used_code(loss_fn, model, methods), inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name == "__main__" or name.split(".", maxsplit=1)[0] not in {*LIBRARIES, *sys.stdlib_module_names}:
+            left: list[tuple[CodeType, bool]] = [(frame.f_code, False)]
+            # By type, so that no code of a class runs.
+            for each in frame.f_globals.values():
+                if issubclass(type(each), type | FunctionType) and each.__module__ == name:
+                    members = vars(each).values() if isinstance(each, type) else [each]
+                    functions = [function for member in members for function in _functions_in(member)]
+                    left += [(function.__code__, isinstance(each, type)) for function in functions]
+            for code, in_class in left:  # which grows
+                if code not in seen:
+                    seen.add(code)
+                    yield from _loads(code, without_self=in_class and code not in of_model)
+                    is_class = not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>"
+                    left += [(constant, is_class) for constant in code.co_consts if type(constant) is CodeType]
+        frame = frame.f_back
+
+
+def _loads(code: CodeType, *, without_self: bool) -> Iterator[str]:
+    """Yield the names of the attributes that code reads, except for those of its first argument if it is ``self``."""
+    own, variable = code.co_varnames[:1] if without_self else (), None
+    for each in get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and variable not in own:
+            yield str(each.argval)
+        # From Python 3.13 on, one instruction may load two variables.
+        loaded = each.argval if type(each.argval) is tuple else (each.argval,)
+        variable = loaded[-1] if "LOAD_FAST" in each.opname else None
+
+
+def _methods_of(model: nn.Module) -> dict[str, list[FunctionType]]:
+    """Return the methods of the classes of a model's modules by their names."""
+    methods: dict[str, list[FunctionType]] = {}
+    kinds = {type(module) for module in model.modules()}
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (nn.Module, object)):
+        for name, member in vars(base).items():
+            methods.setdefault(name, []).extend(_functions_in(member))
+    return methods
+
+
+def _used_code(loss_fn: Any, model: nn.Module, methods: Mapping[str, Sequence[FunctionType]]) -> set[CodeType]:
+    """Return the code of a loss function, of forwards, and of functions and methods that they call."""
+    left = [function for each, _ in called_functions(loss_fn) for function in _functions_in(each)]
+    left += [*methods.get("forward", ()), *methods.get("__call__", ())]
+    for module in model.modules():
+        hooks = [hook for name in HOOK_NAMES for hook in vars(module)[name].values()]
+        left += [function for each in (*vars(module).values(), *hooks) for function in _functions_in(each)]
+    found = set[CodeType]()
+    while left and len(found) < MOST_CODE:
+        function = left.pop()
+        if function.__code__ not in found:
+            found.update(_with_inner(function.__code__))
+            names = {name for code in _with_inner(function.__code__) for name in code.co_names}
+            left += [method for name in names for method in methods.get(name, ())]
+            called = [each for _, value in of_function(function) for each in _functions_in(value)]
+            left += [each for each in called if each.__module__.split(".")[0] not in LIBRARIES]
+    return found
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """Return the function that a value is, or that a method, a property, a partial or a decorator has inside."""
+    kind = type(value)
+    if kind is FunctionType:
+        return [value, *_functions_in(vars(value).get("__wrapped__"))]
+    if kind in (MethodType, staticmethod, classmethod):
+        return _functions_in(value.__func__)
+    if kind in (partial, cached_property):
+        return _functions_in(value.func)
+    return _functions_in(value.fget) if kind is property else []
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield code and that of the functions and classes inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _with_inner(constant)
