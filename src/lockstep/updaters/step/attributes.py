@@ -110,8 +110,8 @@ def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) ->
     """Warn of attributes that a forward changes and that your program seems to read from the original model.
 
     These are metrics of torchmetrics, and attributes that your program reads by name elsewhere than in the loss
-    function and in what a forward calls. Your program is what calls the updater, and the functions and classes that are
-    defined beside it.
+    function and in what a forward calls. Your program is what calls the updater, and the functions and classes that it
+    names and that are defined beside it.
 
     Args:
         loss_fn: The loss function.
@@ -145,20 +145,33 @@ def _names_read(loss_fn: Any, model: nn.Module) -> Iterator[str]:
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name == "__main__" or name.split(".", maxsplit=1)[0] not in {*LIBRARIES, *sys.stdlib_module_names}:
-            left: list[tuple[CodeType, bool]] = [(frame.f_code, False)]
-            # By type, so that no code of a class runs.
-            for each in frame.f_globals.values():
-                if issubclass(type(each), type | FunctionType) and each.__module__ == name:
-                    members = vars(each).values() if isinstance(each, type) else [each]
-                    functions = [function for member in members for function in _functions_in(member)]
-                    left += [(function.__code__, isinstance(each, type)) for function in functions]
+            left = [(frame.f_code, False)]
             for code, in_class in left:  # which grows
                 if code not in seen:
                     seen.add(code)
                     yield from _loads(code, without_self=in_class and code not in of_model)
-                    is_class = not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>"
-                    left += [(constant, is_class) for constant in code.co_consts if type(constant) is CodeType]
+                    left += _mentioned(code, frame.f_globals)
         frame = frame.f_back
+
+
+def _mentioned(code: CodeType, variables: Mapping[str, Any]) -> Iterator[tuple[CodeType, bool]]:
+    """Yield the code inside of other code, and that of the functions and classes of its module that it names.
+
+    Args:
+        code: The code.
+        variables: The global variables of its module.
+
+    Yields:
+        The code of a function or of the body of a class, and whether it is a method.
+    """
+    is_class = not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>"
+    yield from ((constant, is_class) for constant in code.co_consts if type(constant) is CodeType)
+    for value in [variables[name] for name in code.co_names if name in variables]:
+        # By type, so that no code of a class runs.
+        if issubclass(type(value), type | FunctionType) and value.__module__ == variables.get("__name__"):
+            members = vars(value).values() if isinstance(value, type) else [value]
+            functions = [function for member in members for function in _functions_in(member)]
+            yield from ((function.__code__, isinstance(value, type)) for function in functions)
 
 
 def _loads(code: CodeType, *, without_self: bool) -> Iterator[str]:
