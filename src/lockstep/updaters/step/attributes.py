@@ -164,9 +164,14 @@ def _mentioned(code: CodeType, variables: Mapping[str, Any]) -> Iterator[tuple[C
     Yields:
         The code of a function or of the body of a class, and whether it is a method.
     """
-    is_class = not code.co_flags & inspect.CO_OPTIMIZED and code.co_name != "<module>"
-    yield from ((constant, is_class) for constant in code.co_consts if type(constant) is CodeType)
-    for value in [variables[name] for name in code.co_names if name in variables]:
+    is_module = code.co_name == "<module>"
+    is_class = not (is_module or code.co_flags & inspect.CO_OPTIMIZED)
+    names = {each.argval for each in get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        # What a module defines and does not name is not used by it.
+        if type(constant) is CodeType and not (is_module and constant.co_name in variables.keys() - names):
+            yield constant, is_class
+    for value in [variables[name] for name in names if name in variables]:
         # By type, so that no code of a class runs.
         if issubclass(type(value), type | FunctionType) and value.__module__ == variables.get("__name__"):
             members = vars(value).values() if isinstance(value, type) else [value]
