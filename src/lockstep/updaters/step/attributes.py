@@ -203,7 +203,8 @@ def _methods_of(model: nn.Module) -> dict[str, list[FunctionType]]:
 def _used_code(loss_fn: Any, model: nn.Module, methods: Mapping[str, Sequence[FunctionType]]) -> set[CodeType]:
     """Return the code of a loss function, of forwards, and of functions and methods that they call."""
     left = [function for each, _ in called_functions(loss_fn) for function in _functions_in(each)]
-    left += [*methods.get("forward", ()), *methods.get("__call__", ())]
+    # What is read while a model is built has no value of a forward.
+    left += [method for name in ("__init__", "forward", "__call__") for method in methods.get(name, ())]
     for module in model.modules():
         hooks = [hook for name in HOOK_NAMES for hook in vars(module)[name].values()]
         left += [function for each in (*vars(module).values(), *hooks) for function in _functions_in(each)]
