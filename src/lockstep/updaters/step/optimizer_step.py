@@ -115,7 +115,7 @@ class OptimizerStep:
                     self.shared.step(parameters, num_devices if in_parts else 1, run, progress)
                 elif num_devices > 1 and in_parts:
                     whole = {id(parameter): parameter for parameter in parameters}
-                    step_in_parts(self.optimizer, lambda: balance(whole, num_devices), run, progress)
+                    step_in_parts(self.optimizer, lambda: (balance(whole, num_devices), None), run, progress)
                 else:
                     step_whole(self.optimizer, progress)
         except BaseException as error:

@@ -138,26 +138,26 @@ def _needs_full_step(optimizer: Optimizer) -> bool:
 
 def step_in_parts(
     optimizer: Optimizer,
-    parts: Callable[[], Sequence[Part]],
+    begin: Callable[[], tuple[Sequence[Part], Callable[[], None] | None]],
     run: RunOnDevices,
     progress: StepProgress,
-    end: Callable[[], None] | None = None,
 ) -> None:
     """Run one step in concurrent parts; hooks and schedulers observe one whole step.
 
     Args:
         optimizer: An optimizer for which `can_step_in_parts` returns True. Any other gets a single part.
-        parts: Returns for each thread what it steps. Called after the pre-hooks, which may replace gradients.
+        begin: Returns for each thread what it steps, and what is called when all parts have been stepped, before the
+            post-hooks; None for nothing. Called after the pre-hooks, which may replace gradients.
         run: Runs a function of an index on all threads at once.
         progress: Records how far the step has come.
-        end: Called when all parts have been stepped, before the post-hooks.
 
     Determinism: the bits are those of `step_whole`, because parameters are split at most where elementwise kernels
     round the same.
     """
 
     def move(stepper: Callable[[Optimizer, Part], Callable[[], None]]) -> None:
-        steps = [stepper(optimizer, part) for part in parts()]
+        parts, end = begin()
+        steps = [stepper(optimizer, part) for part in parts]
         progress.has_begun = True
         if len(steps) == 1:
             steps[0]()
