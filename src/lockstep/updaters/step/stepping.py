@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from lockstep.precision import ChangesOnlyGradients, step_hooks
 
 RunOnDevices: TypeAlias = Callable[[Callable[[int], None]], None]
 """Runs a function of a device's index on all devices at once."""
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 _NAMES: Final = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
 PER_PARAMETER: Final = frozenset(getattr(torch.optim, name) for name in _NAMES)
@@ -168,7 +170,7 @@ def step_in_parts(
         progress.is_done = True
 
     if isinstance(optimizer, HookedOptimizer):
-        optimizer.step(advance=lambda: move(lambda _, part: _own_part(optimizer, part).advance))
+        optimizer.step(advance=lambda: move(lambda _, part: partial_view(optimizer, part).advance))
         return
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
@@ -197,17 +199,10 @@ def _groups_of(optimizer: Optimizer, part: Part) -> list[dict[str, Any]]:
     ]
 
 
-def _own_part(optimizer: HookedOptimizer, part: Part) -> HookedOptimizer:
-    own = optimizer.part(_groups_of(optimizer, part))
-    if part.state is not None:
-        own.state = part.state
-    return own
-
-
-def partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
+def partial_view(optimizer: AnyOptimizer, part: Part) -> AnyOptimizer:
     """Create a view of an optimizer that steps a part of its parameters, and shares its state by default."""
     # Not by the constructor, which would register the parameters again and discard the state.
-    view: Optimizer = object.__new__(type(optimizer))
+    view: AnyOptimizer = object.__new__(type(optimizer))
     view.__dict__.update(vars(optimizer))
     view.param_groups = _groups_of(optimizer, part)
     if part.state is not None:
