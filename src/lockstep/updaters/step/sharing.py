@@ -175,7 +175,7 @@ class WholeStep:
         gathered = sharded.gathered(sharded.held)
         pairs = zip(sharded.held, self._current, strict=True)
         known: dict[torch.Tensor, Any] = {
-            copies[id(each)]: copy_state(gathered[parameter]) for parameter, each in pairs if parameter in gathered
+            copies[id(each)]: gathered[parameter] for parameter, each in pairs if parameter in gathered
         }
         twin = partial_view(optimizer, Part(copies, defaultdict(dict, known)))
         for group, options in zip(twin.param_groups, copy.deepcopy(self._options), strict=True):
