@@ -6,7 +6,7 @@ non-finite, calls out of order, and a saved state that does not fit.
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -24,6 +24,20 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of some names for a sentence, and how many more there are.
+
+    Args:
+        names: The names.
+        most: The number of names that are listed at most.
+
+    >>> few(["a", "b", "c"], 2), few([], 2)
+    ('a, b and 1 more', '')
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 MEMORY_MESSAGES: Final = (

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from lockstep.digest import digest
-from lockstep.errors import PortableKernelsError
+from lockstep.errors import PortableKernelsError, few
 from lockstep.portable.cases import CASES, Case, Numbers
 
 FOLDER: Final = Path(__file__).parent / "digests"
@@ -71,12 +71,10 @@ def check_kernels(expected: Mapping[str, str]) -> None:
     found = digests_of({name: case for name, case in CASES.items() if name in expected})
     differing = differing_names(expected, found)
     if differing:
-        more = len(differing) - MOST_NAMES
-        named = ", ".join(differing[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise PortableKernelsError(
             f"This machine gives other bits than those recorded for torch {torch.__version__} and {libc_version()}, "
-            f"for {len(differing)} of {len(expected)} results of kernels: {named}. It cannot take part in runs with "
-            "portable kernels. Check that torch is a build that PyTorch has published, with MKL."
+            f"for {len(differing)} of {len(expected)} results of kernels: {few(differing, MOST_NAMES)}. It cannot take "
+            "part in runs with portable kernels. Check that torch is a build that PyTorch has published, with MKL."
         )
 
 

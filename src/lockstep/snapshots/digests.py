@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from lockstep.communicators import Communicator
 from lockstep.digest import combine, entries
-from lockstep.errors import DisagreementError, printable
+from lockstep.errors import DisagreementError, few, printable
 from lockstep.side_files import SideFile
 from lockstep.snapshots.content import Content, training_of
 from lockstep.snapshots.snapshot import list_snapshots
@@ -134,8 +134,8 @@ def _difference(before: Record, again: Record) -> str:
     """Describe how the second result of an update differs from the first."""
     where = "every tensor is equal, but counters or options differ"
     if changes := compare_fields(before.tensors, again.tensors):
-        first, more = changes[0], f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-        where = f"the tensor {first.name!r}{more} differs (SHA-256 {first.saved}..., now {first.own}...)"
+        first, named = changes[0], few([repr(each.name) for each in changes], 1)
+        where = f"the tensor {named} differs (SHA-256 {first.saved}..., now {first.own}...)"
     return (
         f"Update {again.update} was repeated after a restart with another result: {where}. The hardware made an error, "
         "or the result depends on something that is neither saved nor seeded."
@@ -301,7 +301,7 @@ class Comparison:
         >>> Comparison.listed(["a", "b", "c"], 2), Comparison.listed([])
         ('a, b and 1 more', '')
         """
-        return printable(", ".join(names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        return printable(few(names, limit))
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:

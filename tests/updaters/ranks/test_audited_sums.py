@@ -79,12 +79,12 @@ def faulty(kind: str, once: Once) -> Iterator[None]:
         else:
             tag = bucket.TERMS_TAG if kind == "sent term" else bucket.SUMS_TAG
 
-            def post(original: Call, self: Any, sends: Sequence[Any], receives: Any, tag_: int) -> Any:
-                if tag_ == tag and not once.done:
+            def post(original: Call, self: Any, sends: Sequence[Any], *others: Any) -> Any:
+                if others[-1] == tag and not once.done:
                     sends = [(tensor.clone(), rank) for tensor, rank in sends]
                     for tensor, _ in sends:
                         once(tensor)
-                return original(self, sends, receives, tag_)
+                return original(self, sends, *others)
 
             patch.setattr(Channel, "post", wrapped(Channel.post, post))
         yield

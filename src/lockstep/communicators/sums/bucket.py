@@ -92,12 +92,10 @@ class BucketTransfer:
                     self._terms_arriving.append((message, term))
                     receives.append((message, self._context.ranks[node]))
                     self._terms.setdefault(segment, []).append(term)
-        posted = self._context.channel.post(sends, receives, TERMS_TAG)
-        self._posted_terms.incoming += posted.incoming
-        self._posted_terms.outgoing += posted.outgoing
+        self._context.channel.post(sends, receives, self._posted_terms, TERMS_TAG)
         if not self._context.channel.posts_must_match:
             # These receives are posted early, so that the owner can send without a further round trip.
-            self._posted_sums = self._context.channel.post([], self._sum_receives(), SUMS_TAG)
+            self._context.channel.post([], self._sum_receives(), self._posted_sums, SUMS_TAG)
 
     def reduce(self) -> None:
         """Wait for the terms of what this rank owns, sum them, and start to send the sums to all ranks."""
@@ -117,9 +115,7 @@ class BucketTransfer:
                 sends.extend((message, other) for other in self._others)
         # NCCL requires that a receive is posted together with its send, hence not before the sums are there.
         receives = self._sum_receives() if self._context.channel.posts_must_match else []
-        posted = self._context.channel.post(sends, receives, SUMS_TAG)
-        self._posted_sums.incoming += posted.incoming
-        self._posted_sums.outgoing += posted.outgoing
+        self._context.channel.post(sends, receives, self._posted_sums, SUMS_TAG)
 
     def receive_sums(self) -> None:
         """Wait for the sums of all owners, and copy them to where they belong."""

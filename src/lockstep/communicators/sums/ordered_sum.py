@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -58,19 +58,13 @@ class OrderedSum(PendingSum):
         own = [node for node, rank in enumerate(plan.ranks) if rank == channel.rank]
         self._terms: dict[int, FlatTensors] = {node: {} for node in own}
         self._missing = [set(plan.present[node]) for node in own]
-        here = set().union(*self._missing)
         # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
-        for index in set().union(*plan.present) - here:
+        for index in set().union(*plan.present) - set().union(*self._missing):
             result = torch.empty_like(like[index])
             self._results[index], self._flat_results[index] = result, channel.reachable(result.reshape(-1))
         back = format_back(plan, wire)
         context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, back, before_adding)
         self._transfers = [BucketTransfer(context, bucket) for bucket in plan.buckets]
-        self._num_missing = [len(bucket.tensors & here) for bucket in plan.buckets]
-        self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)
-        for number, bucket in enumerate(plan.buckets):
-            for index in bucket.tensors & here:
-                self._buckets_of[index].append(number)
         self._given: dict[int, tuple[Sequence[torch.Tensor | None], torch.Event | None]] = {}
         """Terms that no bucket has needed yet, each with the event after which they can be read."""
         self._sent = 0
@@ -93,17 +87,16 @@ class OrderedSum(PendingSum):
                 raise OrderError(f"`add` must get every announced term once, but a term of tensor {index} {what}.")
             if tensor is not None and tensor.is_sparse:
                 raise OrderError(f"`add` must get dense tensors, but a term of tensor {index} is sparse.")
-            missing.discard(index)
         stream = self._stream
         event = None if stream is None else torch.accelerator.current_stream(stream.device).record_event()
         self._given[index] = tensors, event
         # This must come last, because the thread reads the terms as soon as they count as complete.
         with self._changed:
-            for bucket in self._buckets_of[index]:
-                self._num_missing[bucket] -= 1
+            for missing in self._missing:
+                missing.discard(index)
             self._changed.notify()
         # In the order of buckets and in this thread, because every rank must make the same calls in the same order.
-        while self._plan.commutes and self._sent < len(self._transfers) and self._num_missing[self._sent] == 0:
+        while self._plan.commutes and self._sent < len(self._transfers) and self._is_complete(self._sent):
             self._send_next()
 
     def _take(self, index: int) -> None:
@@ -203,10 +196,14 @@ class OrderedSum(PendingSum):
 
     def _is_ready(self, bucket: int, *, wait: bool) -> bool:
         """Return whether all tensors of a bucket are available, after waiting for them if `wait` is true."""
-        if wait:
-            with self._changed:
-                self._changed.wait_for(lambda: self._num_missing[bucket] == 0)
-        return self._num_missing[bucket] == 0
+        with self._changed:
+            if wait:
+                self._changed.wait_for(partial(self._is_complete, bucket))
+            return self._is_complete(bucket)
+
+    def _is_complete(self, bucket: int) -> bool:
+        """Return whether this rank has been given all that it has of the tensors of a bucket."""
+        return all(map(self._plan.buckets[bucket].tensors.isdisjoint, self._missing))
 
 
 def format_back(plan: SumPlan, wire: WireFormat) -> WireFormat:

@@ -122,34 +122,30 @@ class Channel:
             work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
             self.wait([(work, None)])
 
-    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], into: PostedWork, tag: int) -> None:
         """Start to send and to receive. The tensors must not be used until `wait` has returned.
 
         Args:
             sends: The tensors to send, which must be `reachable`, as those to receive into.
             receives: The tensors to receive into, per rank in the order in which that rank sends.
+            into: The transfers are added to it.
             tag: Separates these transfers from others that are in progress.
         """
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
         if any(tensor.device.type != "cpu" for tensor, _ in (*receives, *sends)):
-            return PostedWork(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
-        return self._post_each(sends, receives, tag)
-
-    def _post_each(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
-        """Start every transfer of host memory by a call of its own."""
-        posted = PostedWork()
+            into.incoming += [(work, None) for work in self._post_as_one(sends, receives)]
+            return
         rank: int | None = None
         try:
             # Receives are posted first, because gloo sends data only to a rank that has announced its receive.
             for tensor, rank in receives:
                 work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
-                posted.incoming.append((work, rank))
+                into.incoming.append((work, rank))
             for tensor, rank in sends:
                 work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag)
-                posted.outgoing.append((work, rank))
+                into.outgoing.append((work, rank))
         except RuntimeError as error:
             raise self._peer_error(rank, error) from error
-        return posted
 
     def _post_as_one(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[dist.Work]:
         """Start all transfers by one call of NCCL."""

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.transport.channel import Channel, Works
+from lockstep.communicators.transport.channel import Channel, PostedWork, Works
 
 OWNED_TAG: Final = 3
 """The tag of tensors that their owners send."""
@@ -143,9 +143,9 @@ def gather_owned(channel: Channel, parts: Sequence[Sequence[torch.Tensor]]) -> N
     arriving = [(channel.reachable(pack_into(packet)), rank, packet) for rank in others for packet in packets[rank]]
     for device in {tensor.device for each in parts for tensor in each}:
         channel.connect(device)
-    posted = channel.post(
-        [(flat, rank) for rank in others for flat in own], [(flat, rank) for flat, rank, _ in arriving], OWNED_TAG
-    )
+    posted = PostedWork()
+    sends = [(flat, rank) for rank in others for flat in own]
+    channel.post(sends, [(flat, rank) for flat, rank, _ in arriving], posted, OWNED_TAG)
     channel.wait(posted.incoming)
     for flat, _, packet in arriving:
         unpack(flat, packet)

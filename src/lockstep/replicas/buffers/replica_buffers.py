@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, few
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import (
@@ -285,10 +285,9 @@ def warn_of_means(left: Mapping[str, set[int]]) -> None:
     """
     names = [name for name, found in left.items() if len(found) > 1]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"The shards leave different values in the buffer {names[0]!r}{more}, and `buffers` has no rule for "
-            "it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
+            f"The shards leave different values in the buffer {few([*map(repr, names)], 1)}, and `buffers` has no rule "
+            "for it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
             f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
             'every shard adds, "min", "max" or "first".',
             DeterminismWarning,

@@ -16,7 +16,7 @@ import torch
 from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
 from lockstep.digest import checksums
-from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning
+from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning, few
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, note_left
 from lockstep.updaters.detectors import GENERATORS, moved
@@ -65,14 +65,6 @@ CURE: Final = (
     "such as a teacher. Draw random numbers from torch without `generator=`, from the streams of the shards, or from "
     "a generator that the loss function creates: random.Random(torch.randint(2**31, ()).item())."
 )
-MOST_NAMES: Final = 3
-"""The number of names that a warning lists at most."""
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def names_of_seals(parameters: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.communicators import Contribution, PendingSum
 from lockstep.replicas import move_partials
-from lockstep.tree import PartialSum, ShardSum
+from lockstep.tree import PartialSum
 from lockstep.updaters.compute.merging import on_gradients
 from lockstep.updaters.compute.shares import RankShare
 
@@ -97,14 +97,11 @@ class EarlySend:
     def _send(self, index: int, partials: Iterable[PartialSum]) -> None:
         """Add up what all devices have of one parameter, and send the sum."""
         # The same tree as without early sending, for one parameter, so the bits are the same.
-        sums = ShardSum(self._share.start)
-        for each in partials:
-            sums.push(each.shard, each.tensors)
-        sums.merge_complete(self._share.stop)
-        tensors = [each.tensors[0] for each in sums.partials]
-        if self._is_announced(index, [each.shard for each in sums.partials], tensors):
+        merged, announced = self._share.merged(partials), self.announced
+        # Dense ones, as all ranks expect them.
+        if Contribution.of(merged) == Contribution(announced.shards, tuple(m >> index & 1 for m in announced.present)):
             del self._given[index]
-            self._pending.add(index, tensors)
+            self._pending.add(index, [each.tensors[0] for each in merged])
         else:
             self.is_spoiled = True
 
@@ -121,13 +118,6 @@ class EarlySend:
                     # It is freed here, and belongs to the stream of backward.
                     tensor.record_stream(self._streams[device])
             yield from move_partials(partials, self._home)
-
-    def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Check whether the partial sums of one tensor are those that all ranks expect."""
-        return tuple(shards) == self.announced.shards and all(
-            (tensor is not None) == bool(mask >> index & 1) and not (tensor is not None and tensor.is_sparse)
-            for tensor, mask in zip(tensors, self.announced.present, strict=True)
-        )
 
 
 def _present(partials: Sequence[PartialSum]) -> Iterator[torch.Tensor]:

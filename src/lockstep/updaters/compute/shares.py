@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -9,6 +10,7 @@ from typing import TypeAlias
 
 from lockstep import plan
 from lockstep.plan import Shard
+from lockstep.tree import PartialSum, ShardSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,19 @@ class RankShare:
     num_shards: int
     first_shard: Shard
     everywhere: list[list[list[Shard]]]
+
+    def merged(self, partials: Iterable[PartialSum]) -> list[PartialSum]:
+        """Sum partial sums of this process, as far as that does not involve other processes.
+
+        Args:
+            partials: The partial sums in order of shards. Their tensors are added to in place.
+        """
+        # The limits keep subtrees open that contain shards of other ranks: adding them up here would change the bits.
+        sums = ShardSum(self.start)
+        for each in partials:
+            sums.push(each.shard, each.tensors)
+        sums.merge_complete(self.stop)
+        return sums.partials
 
 
 RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]

@@ -58,9 +58,10 @@ class RankConsistency:
         check_fields(self._communicator, describe_run(self._training, self._recipe), what="recipe", remedy=CODE_REMEDY)
         check_code(self._communicator, describe_code(self._training, self._recipe))
         self._compare_state()
-        found = compare(self._communicator, _fingerprints(self._outside()))
-        if found is not None:
-            raise found.error(what="tensors beside its parameters and buffers", remedy=OUTSIDE_REMEDY)
+        outside = _fingerprints(self._outside())
+        check_fields(
+            self._communicator, outside, what="tensors beside its parameters and buffers", remedy=OUTSIDE_REMEDY
+        )
         # Set only after all comparisons have passed, so that an update after an error compares again.
         self._is_checked = True
 

@@ -22,13 +22,11 @@ class RankBuffers:
     Attributes:
         partials: Partial sums with two tensors per buffer: first the sums for means, then the values that are set once.
         weights: For each buffer, the total weight of the shards that changed it.
-        contribution: The description of the partial sums.
         firsts: The values of this rank's shards that are set once, on any device.
     """
 
     partials: list[PartialSum] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    contribution: Contribution = field(default_factory=Contribution)
     firsts: Tensors = field(default_factory=list)
 
     @classmethod
@@ -56,7 +54,7 @@ class RankBuffers:
         if partials:
             partials[0].tensors[len(buffer_refs) :] = move_partials([PartialSum(0, firsts)], main_device)[0].tensors
         weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]
-        return cls(partials, weights, Contribution.of(partials), firsts)
+        return cls(partials, weights, firsts)
 
     def described(self, buffer_refs: Sequence[BufferRef]) -> dict[str, str]:
         """Return the digests of the buffers that have no mean, by their numbers.

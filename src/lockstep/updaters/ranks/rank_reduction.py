@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.communicators import Communicator, SumAudit, SumFault
+from lockstep.communicators import Communicator, Contribution, SumAudit, SumFault
 from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt.attempt import Attempt, Described
 from lockstep.updaters.attempt.audit import Exchange
@@ -127,7 +127,7 @@ class RankReduction:
             [shard for device in devices for shard in device.reports],
             sum([device.buffer_weight for device in devices]),
             gradients,
-            buffers.contribution,
+            Contribution.of(buffers.partials),
             buffers.weights,
             buffers.described(buffer_refs) if attempt.gradient_context.is_first else {},
             speeds if self.may_move else None,

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from lockstep.communicators import Communicator, Contribution, PendingSum, SmallSum, SumAudit
 from lockstep.replicas import move_partials
-from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.compute.early_send import EarlySend
 from lockstep.updaters.compute.shares import RankShare
 
@@ -232,10 +233,5 @@ def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, dev
     """
     if len(devices) == 1 and len(devices[0]) == 1:
         return [*devices[0]]
-    # The limits keep subtrees open that contain shards of other ranks: adding them up here would change the bits.
-    merged = ShardSum(share.start)
-    for partials in devices:
-        for partial in partials if len(devices) == 1 else move_partials(partials, device):
-            merged.push(partial.shard, partial.tensors)
-    merged.merge_complete(share.stop)
-    return merged.partials
+    moved = devices if len(devices) == 1 else (move_partials(partials, device) for partials in devices)
+    return share.merged(chain.from_iterable(moved))

@@ -94,7 +94,6 @@ class ShardedState:
         self._shared = SharedOutState()
         self.held: list[Tensor] = []
         """The parameters of the model that were shared out last; meanwhile the groups may hold master weights."""
-        optimizer.register_state_dict_pre_hook(_refuse_shared_out)
 
     def share_out(self) -> None:
         """Share out parameters that have no owner yet, and cut state that the optimizer was given or has loaded.
@@ -312,12 +311,6 @@ def refuse_named_state(optimizer: Optimizer) -> None:
                 f"`shard_optimizer` must be False for {type(optimizer).__name__}, which keeps state that belongs to no "
                 f"parameter, got {key!r}. Nothing has changed."
             )
-
-
-def _refuse_shared_out(optimizer: Optimizer) -> None:
-    """Refuse to read the state of an optimizer that holds none of it."""
-    if isinstance(optimizer.state, SharedOutState):
-        raise OrderError(f"`state_dict` of a {type(optimizer).__name__} must not be called directly, because {CURE}")
 
 
 def moving(optimizer: Optimizer) -> list[bool]:

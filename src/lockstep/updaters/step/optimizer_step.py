@@ -79,15 +79,13 @@ class OptimizerStep:
         if found_inf is not None:
             with skipped_if(self.optimizer, found_inf):
                 return self.step(num_devices=num_devices, run=run, draws=draws)
-        if self.masters is not None:
-            with self.masters.replacing_parameters():
-                return self._step(num_devices, run, draws)
-        own = self.optimizer.masters if isinstance(self.optimizer, HookedOptimizer) else None
-        if own is not None:
-            own.copy_gradients()
-            with own.replacing_parameters():
-                return self._step(num_devices, run, draws)
-        return self._step(num_devices, run, draws)
+        masters = self.masters
+        if masters is None and isinstance(self.optimizer, HookedOptimizer):
+            masters = self.optimizer.masters
+            if masters is not None:
+                masters.copy_gradients()
+        with NO_STREAM if masters is None else masters.replacing_parameters():
+            return self._step(num_devices, run, draws)
 
     def _step(self, num_devices: int, run: RunOnDevices, draws: OpenStream) -> BaseException | None:
         """Run the step on what the optimizer's groups contain now."""
@@ -115,7 +113,7 @@ class OptimizerStep:
                     self.shared.step(parameters, num_devices if in_parts else 1, run, progress)
                 elif num_devices > 1 and in_parts:
                     whole = {id(parameter): parameter for parameter in parameters}
-                    step_in_parts(self.optimizer, lambda: balance(whole, num_devices), run, progress)
+                    step_in_parts(self.optimizer, lambda: (balance(whole, num_devices), None), run, progress)
                 else:
                     step_whole(self.optimizer, progress)
         except BaseException as error:

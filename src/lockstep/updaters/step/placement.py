@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -70,13 +70,9 @@ def why_whole(optimizer: Optimizer, model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(id(each) in held for each in module.parameters()):
             return f"has sparse gradients of {path!r}, which cannot be cut"
-    return _option_of_tensors(optimizer.param_groups)
-
-
-def _option_of_tensors(groups: list[dict[str, Any]]) -> str | None:
-    """Return that an option of a group holds a value per element, if one does."""
-    for group in groups:
+    for group in optimizer.param_groups:
         for name, value in group.items():
+            # One per element.
             if name != "params" and isinstance(value, torch.Tensor) and value.numel() > 1:
                 return f"has a tensor of shape {tuple(value.shape)} as its option {name!r}, which cannot be cut"
     return None

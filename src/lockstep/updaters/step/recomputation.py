@@ -11,14 +11,14 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from lockstep.errors import OrderError, is_memory_error
+from lockstep.errors import OrderError, few, is_memory_error
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
 from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.attempt.audit import NEW_COPY, Audit, Seals, few, seals_of
+from lockstep.updaters.attempt.audit import NEW_COPY, Audit, Seals, seals_of
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.attempt.other_place import run_as_elsewhere, warning_of_errors
 from lockstep.updaters.compute.prepared_model import PreparedModel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -58,6 +58,7 @@ class SharedStep:
         self._communicator = communicator
         self._is_known = steps_elements(sharded.optimizer)
         self._num_steps = 0
+        self._owes_message = False
 
     def prepare(self) -> None:
         """Share out new parameters, and cut loaded state, while the groups hold the parameters of the model."""
@@ -82,96 +83,64 @@ class SharedStep:
         number = self._num_steps
         is_checked = number < NUM_CHECKED or (number >= CHECKED_AGAIN and number.bit_count() == 1)
         whole = WholeStep(self._sharded, current) if is_checked and not self._is_known else None
-        turn = _Turn(self._sharded, self._communicator, current, num_devices, whole)
+        self._owes_message = True
         try:
-            step_in_parts(self._sharded.optimizer, turn.parts, run, progress, turn.end)
+            begin = partial(self._begin, current, num_devices, whole)
+            step_in_parts(self._sharded.optimizer, begin, run, progress)
             self._num_steps += 1
         except BaseException as error:
-            turn.report(error)
+            # The others wait for a message.
+            if self._owes_message:
+                self._exchange(error)
             # A step that was taken back has moved nothing.
-            progress.has_begun = progress.has_begun and not turn.is_undone
+            progress.has_begun = progress.has_begun and not (whole is not None and whole.is_undone)
             raise
 
-
-@dataclass(slots=True)
-class _Turn:
-    """One step of all ranks.
-
-    Args:
-        sharded: What this rank owns, and its state.
-        communicator: The communicator of the run.
-        current: What the groups hold: the parameters, or their master weights.
-        num_devices: The number of threads that the step is split over.
-        whole: What the step is compared with; None for nothing.
-
-    Attributes:
-        is_undone: Whether the step was taken back.
-    """
-
-    sharded: ShardedState
-    communicator: Communicator
-    current: Sequence[torch.Tensor]
-    num_devices: int
-    whole: WholeStep | None
-    is_undone: bool = False
-    _pieces: list[torch.Tensor | None] = field(default_factory=list)
-    _state: defaultdict[torch.Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
-    _moving: list[bool] = field(default_factory=list)
-    _owes_message: bool = True
-
-    def parts(self) -> list[Part]:
-        """Return what the threads of this rank step, once every rank is about to."""
-        self._moving = moving(self.sharded.optimizer)
-        for tensor in self.current:
+    def _begin(
+        self, current: Sequence[torch.Tensor], num_devices: int, whole: WholeStep | None
+    ) -> tuple[list[Part], Callable[[], None]]:
+        """Return what the threads of this rank step, once every rank is about to, and what ends the step."""
+        sharded = self._sharded
+        moves = moving(sharded.optimizer)
+        for tensor in current:
             if tensor.grad is not None and tensor.grad.is_sparse:
                 raise ValueError(
                     "`shard_optimizer` must be False for sparse gradients, which cannot be cut, got one of shape "
                     f"{tuple(tensor.shape)}."
                 )
-        self._pieces = self.sharded.pieces(self.current)
-        self._state = self.sharded.state_of(self._pieces)
+        pieces = sharded.pieces(current)
+        state = sharded.state_of(pieces)
         # The last point at which a rank that raises leaves everything as it was on all ranks.
         for rank, message in enumerate(self._exchange(None)):
             raise_error(rank, message)
         self._owes_message = True
-        if self.whole is not None:
-            self.whole.step()
-        pairs = zip(self.current, self._pieces, strict=True)
-        stepped = {id(each): piece for each, piece in pairs if piece is not None}
-        return balance(stepped, self.num_devices, self._state)
+        if whole is not None:
+            whole.step()
+        stepped = {id(each): piece for each, piece in zip(current, pieces, strict=True) if piece is not None}
 
-    def end(self) -> None:
-        """Gather the weights that all ranks have stepped."""
-        for rank, message in enumerate(self._exchange(None)):
-            if "error" in message:
-                raise LockstepError(
-                    f"Rank {rank} raised {message['error']} between the first weight that moved and the last. Load a "
-                    "saved state."
-                )
-        chosen = [index for index, moves in enumerate(self._moving) if moves]
-        moved = [self.current[index] for index in chosen]
-        self.sharded.gather([self.sharded.held[index] for index in chosen], moved)
-        torch.autograd.graph.increment_version(moved)
-        self.sharded.keep(self._pieces, self._state)
-        if self.whole is not None and not self.whole.agrees():
-            self.whole.undo()
-            self.is_undone = True
-            kind = type(self.sharded.optimizer).__name__
-            raise ValueError(
-                f"`shard_optimizer` must be False for {kind}: its step of pieces of parameters has other bits than its "
-                "step of whole ones. Nothing has changed."
-            )
+        def end() -> None:
+            for rank, message in enumerate(self._exchange(None)):
+                if "error" in message:
+                    raise LockstepError(
+                        f"Rank {rank} raised {message['error']} between the first weight that moved and the last. Load "
+                        "a saved state."
+                    )
+            # Gather the weights that all ranks have stepped.
+            chosen = [index for index, each in enumerate(moves) if each]
+            moved = [current[index] for index in chosen]
+            sharded.gather([sharded.held[index] for index in chosen], moved)
+            torch.autograd.graph.increment_version(moved)
+            sharded.keep(pieces, state)
+            if whole is not None:
+                whole.check()
 
-    def report(self, error: BaseException) -> None:
-        """Send an error of this rank to the others, if they wait for a message."""
-        if self._owes_message:
-            self._exchange(error)
+        return balance(stepped, num_devices, state), end
 
     def _exchange(self, error: BaseException | None) -> list[dict[str, Any]]:
         """Send an error to every rank, or that there is none, and return what all ranks have sent."""
         self._owes_message = False
         own = {} if error is None else describe_error(error, phase="optimizer")
-        return self.communicator.exchange_json(own)
+        return self._communicator.exchange_json(own)
 
 
 class WholeStep:
@@ -180,10 +149,14 @@ class WholeStep:
     Args:
         sharded: What this rank owns, and its state.
         current: What the groups hold: the parameters, or their master weights.
+
+    Attributes:
+        is_undone: Whether the step was taken back.
     """
 
     def __init__(self, sharded: ShardedState, current: Sequence[torch.Tensor]) -> None:
         self._sharded, self._current = sharded, current
+        self.is_undone = False
         self._before: list[torch.Tensor] = []
         self._own: dict[torch.Tensor, dict[str, Any]] | None = None
         self._options: list[dict[str, Any]] = []
@@ -202,7 +175,7 @@ class WholeStep:
         gathered = sharded.gathered(sharded.held)
         pairs = zip(sharded.held, self._current, strict=True)
         known: dict[torch.Tensor, Any] = {
-            copies[id(each)]: copy_state(gathered[parameter]) for parameter, each in pairs if parameter in gathered
+            copies[id(each)]: gathered[parameter] for parameter, each in pairs if parameter in gathered
         }
         twin = partial_view(optimizer, Part(copies, defaultdict(dict, known)))
         for group, options in zip(twin.param_groups, copy.deepcopy(self._options), strict=True):
@@ -216,21 +189,29 @@ class WholeStep:
         self._result = digest([each.detach() for each in whole], [dict(twin.state.get(each, {})) for each in whole])
         self._result += repr([_options_of(group) for group in twin.param_groups])
 
-    def agrees(self) -> bool:
-        """Return whether the step of the pieces has led to the same bits. Collective."""
-        gathered = self._sharded.gathered(self._sharded.held)
-        state = [gathered.get(each, {}) for each in self._sharded.held]
-        options = repr([_options_of(group) for group in self._sharded.optimizer.param_groups])
-        return self._result == digest([each.detach() for each in self._current], state) + options
-
     @torch.no_grad()
-    def undo(self) -> None:
-        """Restore weights, state and options from before the step."""
+    def check(self) -> None:
+        """Check that the step of the pieces has led to the same bits. Collective.
+
+        Raises:
+            ValueError: If it has not. Weights, state and options are those from before the step then.
+        """
+        sharded, optimizer = self._sharded, self._sharded.optimizer
+        gathered = sharded.gathered(sharded.held)
+        state = [gathered.get(each, {}) for each in sharded.held]
+        options = repr([_options_of(group) for group in optimizer.param_groups])
+        if self._result == digest([each.detach() for each in self._current], state) + options:
+            return
         for each, before in zip(self._current, self._before, strict=True):
             each.copy_(before)
-        self._sharded.restore(self._own)
-        for group, options in zip(self._sharded.optimizer.param_groups, self._options, strict=True):
-            group.update(options)
+        sharded.restore(self._own)
+        for group, before_step in zip(optimizer.param_groups, self._options, strict=True):
+            group.update(before_step)
+        self.is_undone = True
+        raise ValueError(
+            f"`shard_optimizer` must be False for {type(optimizer).__name__}: its step of pieces of parameters has "
+            "other bits than its step of whole ones. Nothing has changed."
+        )
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from lockstep.precision import ChangesOnlyGradients, step_hooks
 
 RunOnDevices: TypeAlias = Callable[[Callable[[int], None]], None]
 """Runs a function of a device's index on all devices at once."""
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 _NAMES: Final = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
 PER_PARAMETER: Final = frozenset(getattr(torch.optim, name) for name in _NAMES)
@@ -138,26 +140,26 @@ def _needs_full_step(optimizer: Optimizer) -> bool:
 
 def step_in_parts(
     optimizer: Optimizer,
-    parts: Callable[[], Sequence[Part]],
+    begin: Callable[[], tuple[Sequence[Part], Callable[[], None] | None]],
     run: RunOnDevices,
     progress: StepProgress,
-    end: Callable[[], None] | None = None,
 ) -> None:
     """Run one step in concurrent parts; hooks and schedulers observe one whole step.
 
     Args:
         optimizer: An optimizer for which `can_step_in_parts` returns True. Any other gets a single part.
-        parts: Returns for each thread what it steps. Called after the pre-hooks, which may replace gradients.
+        begin: Returns for each thread what it steps, and what is called when all parts have been stepped, before the
+            post-hooks; None for nothing. Called after the pre-hooks, which may replace gradients.
         run: Runs a function of an index on all threads at once.
         progress: Records how far the step has come.
-        end: Called when all parts have been stepped, before the post-hooks.
 
     Determinism: the bits are those of `step_whole`, because parameters are split at most where elementwise kernels
     round the same.
     """
 
     def move(stepper: Callable[[Optimizer, Part], Callable[[], None]]) -> None:
-        steps = [stepper(optimizer, part) for part in parts()]
+        parts, end = begin()
+        steps = [stepper(optimizer, part) for part in parts]
         progress.has_begun = True
         if len(steps) == 1:
             steps[0]()
@@ -168,7 +170,7 @@ def step_in_parts(
         progress.is_done = True
 
     if isinstance(optimizer, HookedOptimizer):
-        optimizer.step(advance=lambda: move(lambda _, part: _own_part(optimizer, part).advance))
+        optimizer.step(advance=lambda: move(lambda _, part: partial_view(optimizer, part).advance))
         return
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
@@ -197,17 +199,10 @@ def _groups_of(optimizer: Optimizer, part: Part) -> list[dict[str, Any]]:
     ]
 
 
-def _own_part(optimizer: HookedOptimizer, part: Part) -> HookedOptimizer:
-    own = optimizer.part(_groups_of(optimizer, part))
-    if part.state is not None:
-        own.state = part.state
-    return own
-
-
-def partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
+def partial_view(optimizer: AnyOptimizer, part: Part) -> AnyOptimizer:
     """Create a view of an optimizer that steps a part of its parameters, and shares its state by default."""
     # Not by the constructor, which would register the parameters again and discard the state.
-    view: Optimizer = object.__new__(type(optimizer))
+    view: AnyOptimizer = object.__new__(type(optimizer))
     view.__dict__.update(vars(optimizer))
     view.param_groups = _groups_of(optimizer, part)
     if part.state is not None:
