@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, few
 from lockstep.nest import attributes, listed
 from lockstep.replicas import HOOK_NAMES
-from lockstep.updaters.attempt.audit import few
 from lockstep.updaters.detectors import OF_MODULES, called_functions, of_function, values_read
 from lockstep.updaters.result import UpdateResult
 
