@@ -115,3 +115,16 @@ def test_a_call_that_a_rank_cannot_make_is_no_failure_of_another_rank(main: Call
     with pytest.raises(ls.PeerError, match=f"Rank 1 raised RuntimeError: {reason}") as caught:
         ls.launch(main, 2)
     assert caught.value.rank == 1
+
+
+def _make_another_call(communicator: ls.Communicator) -> str:
+    if communicator.rank:
+        communicator.exchange(b"\x80")
+        return ""
+    with pytest.raises(ls.DisagreementError, match="got another one on rank 1") as caught:
+        communicator.exchange_json(1)
+    return str(caught.value)
+
+
+def test_another_call_of_another_rank_is_named() -> None:
+    assert "not under `if trainer.is_main:`" in run_on_ranks(_make_another_call, 2)[0]

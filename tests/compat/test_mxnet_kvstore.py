@@ -223,6 +223,21 @@ def test_processes_push_to_one_store() -> None:
     run_on_ranks(on_a_rank, 3)
 
 
+def _push_in_another_order(communicator: ls.Communicator) -> str:
+    """Push two keys, on one rank the second one first."""
+    store = KVStore("dist_sync", communicator=communicator)
+    store.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
+    with pytest.raises(ls.DisagreementError, match="same keys in the same order, got") as caught:
+        store.push(["a", "b"][communicator.rank], torch.ones(2))
+    return str(caught.value)
+
+
+def test_processes_must_push_the_same_keys() -> None:
+    first, second = run_on_ranks(_push_in_another_order, 2)
+    assert "got ['a'] on rank 0 and ['b'] on rank 1" in first
+    assert "got ['b'] on rank 1 and ['a'] on rank 0" in second
+
+
 ONE_ROW, TWO_ROWS = torch.tensor([[0.0], [1.0], [0.0]]), torch.tensor([[0.25], [0.0], [2.0]])
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "dense": Tensor.clone,

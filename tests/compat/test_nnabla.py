@@ -347,6 +347,27 @@ def test_gradients_are_summed_over_the_ranks_of_a_lockstep_communicator(bad_rank
     assert weights == alone.model.weight.tolist()
 
 
+def _train_by_given_gradients(communicator: ls.Communicator) -> list[float]:
+    """Exchange the gradients that there were after a first backward."""
+    training = Training(rank=communicator.rank, comm=communicator)
+    training.feed()
+    training.loss().backward()
+    training.updater.grads = [each.grad for each in training.model.parameters()]  # type: ignore[misc]
+    weights: list[float] = training.weights_after(3).flatten().tolist()
+    return weights
+
+
+def test_gradients_that_were_given_stay_those_of_the_parameters() -> None:
+    first, second = run_on_ranks(_train_by_given_gradients, 2)
+    assert first == second
+
+
+def test_a_gradient_that_there_is_not_yet_is_refused() -> None:
+    training = Training(comm=ls.LocalCommunicator(), grads=[None])
+    with pytest.raises(TypeError, match="`grads` must hold parameters or gradients, got None"):
+        training.updater.update()
+
+
 def test_gradients_themselves_may_be_exchanged() -> None:
     seen = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, SequentialLR
 
 import lockstep as ls
-from lockstep.extensions import Evaluator, StepScheduler
+from lockstep.extensions import Evaluator, Snapshot, StepScheduler
 from lockstep.metrics import Mean
 from lockstep.triggers import TriggerSpec
 from tests.support.plain_updaters import CountingUpdater
@@ -174,3 +175,31 @@ def test_the_state_of_another_scheduler_is_refused(other: Any, message: str) -> 
         extension.load_state_dict(json.loads(json.dumps(saved)))
     assert scheduler.state_dict() == before
     StepScheduler(plateau(updater), "main/loss").load_state_dict(json.loads(json.dumps(saved)))
+
+
+@pytest.mark.parametrize("owner", ["a function", "an extension", "the updater"])
+def test_a_scheduler_that_no_snapshot_holds_is_named(owner: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = ExponentialLR(optimizer, gamma=0.5)
+    updater = ls.ParallelUpdater(
+        [(torch.ones(4, 2), torch.ones(4, 1))],
+        optimizer,
+        model,
+        devices=["cpu"],
+        num_shards=2,
+        loss_fn=ls.supervised(torch.nn.functional.mse_loss),
+        scheduler=scheduler if owner == "the updater" else None,
+    )
+    trainer = ls.Trainer(updater, (2, "update"), tmp_path)
+    if owner == "an extension":
+        trainer.extend(StepScheduler(scheduler, trigger=(1, "update")))
+    elif owner == "a function":
+        trainer.extend(lambda _: scheduler.step(), name="step", trigger=(1, "update"))
+    trainer.extend(Snapshot())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+    found = [str(each.message) for each in caught if "learning rate scheduler" in str(each.message)]
+    assert len(found) == (owner == "a function")
+    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -398,8 +398,19 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
 def test_a_trigger_that_two_extensions_would_ask_is_refused(out: Path) -> None:
     trainer, shared = Trainer(CountingUpdater(), out=out), ManualSchedule(3, "iteration")
     trainer.extend(Recorder("x", []), trigger=shared)
-    with pytest.raises(ValueError, match="`trigger` must not be another extension's, got that of x"):
+    with pytest.raises(ValueError, match="`trigger` must be called for one purpose only, got that of x"):
         trainer.extend(Recorder("y", []), trigger=shared)
+    ending = ManualSchedule(3, "iteration")
+    trainer = Trainer(CountingUpdater(), ending, out=out)
+    with pytest.raises(ValueError, match="`trigger` must be called for one purpose only, got that of `until`"):
+        trainer.extend(Recorder("y", []), trigger=ending)
+
+
+def test_what_is_observed_is_a_copy(out: Path) -> None:
+    trainer, value = Trainer(CountingUpdater(), out=out), torch.tensor(1.0)
+    trainer.observe("value", value)
+    value.zero_()
+    assert trainer.observation["value"] == 1.0
 
 
 # Resume

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
@@ -17,6 +18,9 @@ from tests.support.late_copies import LateCopies
 from tests.support.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
 from tests.support.small_updater import updater_of
 from tests.support.workloads import CONVNET, MLP
+
+NUM_OWN = 40
+"""The number of values of an iterator of one's own."""
 
 
 def construct(**options: Any) -> ls.ParallelUpdater:
@@ -364,3 +368,68 @@ def test_tensors_that_cannot_be_cut_are_refused(kind: str) -> None:
         with pytest.raises(ValueError, match=f"`batch` must hold dense tensors to be cut into shards, got {named}"):
             updater.compute_gradients((batch,))
         updater.compute_gradients((x,))
+
+
+@pytest.mark.parametrize("where", ["step function", "dataset", "converter"])
+def test_an_iterator_of_ones_own_that_ends_is_not_the_end_of_the_data(where: str) -> None:
+    own = iter(range(NUM_OWN))
+
+    class Data(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if where == "dataset":
+                next(own)
+            return super().__getitem__(index)
+
+    def convert(samples: Any, device: torch.device) -> Any:
+        if where == "converter":
+            next(own)
+        return ls.collate(samples, device)
+
+    def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+        next(own)
+        updater.compute_gradients(batch)
+        updater.apply_gradients()
+
+    model = nn.Linear(3, 2)
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(Data(torch.randn(12, 3), torch.arange(12) % 2), 6),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=["cpu"],
+        num_shards=2,
+        converter=convert,
+        loss_fn=ls.supervised(functional.cross_entropy),
+        step_fn=step if where == "step function" else None,
+    )
+    with pytest.raises(RuntimeError, match=f"{where}.* raised StopIteration, which is not the end of the training"):
+        _update_until_it_raises(updater)
+    updater.finalize()
+
+
+def _update_until_it_raises(updater: ls.ParallelUpdater) -> None:
+    for _ in range(NUM_OWN + 1):
+        updater.update()
+
+
+def test_an_iterator_of_the_updater_that_ends_in_a_step_is_the_end_of_the_data() -> None:
+    model, data = nn.Linear(3, 2), TensorDataset(torch.randn(12, 3), torch.arange(12) % 2)
+
+    def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+        updater.next_batch("other")
+        updater.compute_gradients(batch)
+        updater.apply_gradients()
+
+    updater = ls.ParallelUpdater(
+        {"main": ls.BatchIterator(data, 6), "other": ls.BatchIterator(data, 6, repeat=False)},
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=["cpu"],
+        num_shards=2,
+        loss_fn=ls.supervised(functional.cross_entropy),
+        step_fn=step,
+    )
+    for _ in range(2):
+        updater.update()
+    with pytest.raises(StopIteration):
+        updater.update()
+    updater.finalize()

@@ -112,3 +112,25 @@ def test_a_result_can_be_sent_to_another_process(options: dict[str, Any]) -> Non
     ) as updater:
         result = updater.update()
     assert repr(pickle.loads(pickle.dumps(result))) == repr(result)  # noqa: S301 - made the line before
+
+
+def test_a_metric_is_what_it_was_before_the_step() -> None:
+    weight = nn.Parameter(torch.ones(()))
+    model = nn.Module()
+    model.weight = weight
+
+    def loss_fn(model: Any, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss((model.weight * x).mean(), metrics={"weight": (model.weight, 1)})
+
+    updater = ls.ParallelUpdater(
+        [torch.ones(4)],
+        torch.optim.SGD([weight], lr=0.5),
+        model,
+        devices=["cpu"],
+        num_shards=1,
+        loss_fn=loss_fn,
+    )
+    result = updater.update()
+    assert float(result.metrics["weight"]) == 1.0
+    assert weight.item() == 0.5
+    updater.finalize()

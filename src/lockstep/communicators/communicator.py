@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from lockstep.arguments import check_choice, check_integer
+from lockstep.communicators.failures.failure import IN_EVERY_PROCESS
 from lockstep.communicators.failures.watch import Watch
 from lockstep.communicators.transport.messages import MessageTable
 from lockstep.digest import seal
+from lockstep.errors import DisagreementError
 from lockstep.tree import PartialSum, Tensors
 
 OnMismatch = Literal["broadcast", "refuse"]
@@ -198,11 +200,25 @@ class Communicator(ABC):
         Args:
             value: The value of this rank, such as numbers, text and lists of them.
 
+        Raises:
+            DisagreementError: If another rank has sent something else, because it has made another call.
+
         >>> from lockstep.communicators import LocalCommunicator
         >>> LocalCommunicator().exchange_json([1, "two"])
         [[1, 'two']]
         """
-        return [json.loads(each) for each in self.exchange(json.dumps(value).encode())]
+        found = []
+        for rank, message in enumerate(self.exchange(json.dumps(value).encode())):
+            try:
+                found.append(json.loads(message))
+            except ValueError as error:
+                raise DisagreementError(
+                    f"All processes must make the same calls in the same order, got another one on rank {rank}. "
+                    f"{IN_EVERY_PROCESS}",
+                    rank=rank,
+                    subject="the order of calls",
+                ) from error
+        return found
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:

@@ -89,6 +89,7 @@ class Evaluator(Extension):
 
     trigger: TriggerSpec = (1, "epoch")
     priority = WRITER
+    acts_together = True
 
     @names_ours(EVALUATOR)
     def __init__(

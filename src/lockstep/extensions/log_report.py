@@ -63,6 +63,8 @@ class LogReport(Extension):
     Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
 
+    acts_together = True
+
     def __init__(
         self,
         keys: Sequence[str] | None = None,

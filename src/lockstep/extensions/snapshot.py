@@ -25,6 +25,7 @@ from lockstep.errors import (
     SnapshotWarning,
     WorkerError,
 )
+from lockstep.extensions.step_scheduler import warn_of_unsaved_schedulers
 from lockstep.metrics import as_mean, read_means
 from lockstep.program import PROGRAM, describe_program
 from lockstep.stopping import STOP
@@ -73,6 +74,7 @@ class Snapshot(Extension):
 
     priority = LAST
     saves_run = True
+    acts_together = True
 
     @names_ours(SNAPSHOT)
     def __init__(
@@ -110,6 +112,7 @@ class Snapshot(Extension):
         Raises:
             OrderError: If the folder holds snapshots of a run that this one does not continue.
         """
+        warn_of_unsaved_schedulers(trainer)
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.arguments import check_instance
-from lockstep.errors import StateError
+from lockstep.errors import DeterminismWarning, StateError
 from lockstep.metrics import Average
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
@@ -129,6 +130,29 @@ class StepScheduler(Extension):
         average.load_state_dict(state["average"])
         self.scheduler.load_state_dict(dict(state["scheduler"]))
         self._average = average
+
+
+def warn_of_unsaved_schedulers(trainer: Trainer) -> None:
+    """Warn of schedulers whose position no snapshot holds, because your own code steps them.
+
+    Args:
+        trainer: The trainer, whose updater and extensions are searched for schedulers.
+    """
+    if any(field.startswith("scheduler") for field in trainer.updater.recipe_fields()):
+        return
+    held = [value for each in trainer.extensions.values() for value in vars(each).values()]
+    known = [each.optimizer for each in held if isinstance(each, LRScheduler)]
+    for name, optimizer in trainer.updater.get_all_optimizers().items():
+        # PyTorch's mark of an optimizer that a scheduler was created for.
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(each is optimizer for each in known):
+            warnings.warn(
+                f"The snapshots lack the position of a learning rate scheduler of optimizer {name!r}, so that the "
+                "schedule of a resumed run begins anew: neither the updater nor an extension has the scheduler. Pass "
+                "it to the updater as `scheduler`, which steps it after each update, or add "
+                "extensions.StepScheduler(scheduler), and leave out your call of scheduler.step().",
+                DeterminismWarning,
+                stacklevel=2,
+            )
 
 
 def _takes_value(scheduler: LRScheduler) -> bool:

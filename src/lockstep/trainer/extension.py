@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from lockstep.arguments import misfit
-from lockstep.errors import StateError
+from lockstep.communicators import Communicator
+from lockstep.errors import DisagreementError, StateError
 from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
 
@@ -40,6 +41,7 @@ class Extension(Stateful, ABC):
             in the order in which they were added if priorities are equal; so do `initialize`, `on_error` and
             `finalize`.
         call_before_training: Whether the extension is also called once before the first update.
+        acts_together: Whether the ranks of a run act together in it, so that each must have it with the same trigger.
         saves_run: Whether it writes snapshots from which `Trainer.run` can resume. Without such an extension,
             ``run(resume="auto")`` warns.
     """
@@ -47,6 +49,7 @@ class Extension(Stateful, ABC):
     trigger: TriggerSpec = (1, "iteration")
     priority: int = READER
     call_before_training: bool = False
+    acts_together: bool = False
     saves_run: bool = False
 
     def __repr__(self) -> str:
@@ -261,6 +264,35 @@ class ExtensionEntry:
     trigger: Trigger
     priority: int
     call_before_training: bool
+
+
+def check_same_on_ranks(communicator: Communicator, entries: Iterable[ExtensionEntry]) -> None:
+    """Check that all ranks have the extensions in which they act together, with the same triggers.
+
+    Args:
+        communicator: The communicator of the run.
+        entries: The extensions in the order in which they are called.
+
+    Raises:
+        DisagreementError: If they have not.
+    """
+    own = []
+    for each in entries:
+        if each.extension.acts_together:
+            kind = type(each.trigger)
+            # The text of a trigger of yours may be another one in each process.
+            trigger = repr(each.trigger) if kind.__module__.startswith("lockstep.") else kind.__name__
+            own.append(f"{each.name} ({type(each.extension).__name__}, trigger {trigger})")
+    first, *others = communicator.exchange_json(own)
+    for rank, each in enumerate(others, 1):
+        if each != first:
+            raise DisagreementError(
+                "All ranks must have the same extensions in which they act together, with the same triggers, got "
+                f"{', '.join(first) or 'none'} on rank 0 and {', '.join(each) or 'none'} on rank {rank}. Add them in "
+                "every process, and not under `if trainer.is_main:`; rank 0 writes.",
+                rank=rank,
+                subject="extensions",
+            )
 
 
 def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warn: bool) -> None:

@@ -23,7 +23,14 @@ from lockstep.replicas import BatchDim, OneIntraOpThread
 from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
-from lockstep.trainer.extension import Action, Extension, ExtensionEntry, as_extension, check_extensions
+from lockstep.trainer.extension import (
+    Action,
+    Extension,
+    ExtensionEntry,
+    as_extension,
+    check_extensions,
+    check_same_on_ranks,
+)
 from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
 from lockstep.triggers import (
     Never,
@@ -238,13 +245,14 @@ class Trainer(KnowsOthers):
 
         Args:
             name: The name of the value, such as ``"validation/main/accuracy"``; a value of the same name is replaced.
-            value: A `Mean`, a number or a 0-d tensor, which stays on its device until it is read.
+            value: A `Mean`, a number or a 0-d tensor, of which a copy stays on its device until it is read.
 
         Raises:
             TypeError: If the value is none of these.
         """
         as_mean(value)
-        self.observation[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        # Read when a mean is needed, after the tensor may have been changed in place.
+        self.observation[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     @names_ours(RUN)
     def run(self, resume: Literal["auto"] | str | Path | None = None, accept: Collection[str] = ()) -> None:
@@ -260,6 +268,7 @@ class Trainer(KnowsOthers):
 
         Raises:
             OrderError: If the trainer is running.
+            DisagreementError: If ranks have other extensions in which they act together, or other triggers for them.
             SnapshotError: If there are snapshots and none of them is whole.
             StateError: If the recipe differs from that of the snapshot in a field that `accept` does not name.
             EndOfDataError: If the iterator ends before `until` is reached.
@@ -270,6 +279,7 @@ class Trainer(KnowsOthers):
         """
         if self._started is not None:
             raise OrderError("`run` must not be called during a run.")
+        check_same_on_ranks(self.updater.communicator, self._order)
         if resume is not None and not (resume == "auto" and self._begun):
             self.resumption = self._resume(resume, accept) or self.resumption
         self.until.initialize(self._progress)
@@ -459,10 +469,12 @@ class Trainer(KnowsOthers):
         if self.fast_dev_run and not isinstance(spec, Never):
             spec = (self.fast_dev_run, "iteration")
         found = get_trigger(spec)
-        for entry in self._entries.values():
+        others: dict[str, object] = {f"that of {name}": entry.trigger for name, entry in self._entries.items()}
+        others["that of `until`"] = vars(self.until).get("trigger")
+        for whose, each in others.items():
             # The second of two callers would never see it fire.
-            if entry.trigger is found:
-                raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
+            if each is found:
+                raise ValueError(f"`trigger` must be called for one purpose only, got {whose}. Use a new one.")
         return found
 
     def _unique_name(self, name: str) -> str:

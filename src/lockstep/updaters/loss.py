@@ -511,4 +511,5 @@ def _summand(value: float | torch.Tensor) -> float | torch.Tensor:
     if not isinstance(value, torch.Tensor):
         # A number of NumPy would be summed in its own precision.
         return value if isinstance(value, int) else float(value)
-    return value.detach() if value.dtype in _SUMMABLE else value.detach().double()
+    # A copy, because the step may change the tensor before it is read.
+    return value.detach().clone() if value.dtype in _SUMMABLE else value.detach().double()

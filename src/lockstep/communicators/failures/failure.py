@@ -16,6 +16,11 @@ from lockstep.errors import PeerError
 
 MAX_TRACEBACK_LENGTH: Final = 20_000
 """Characters. Of a longer traceback only the end is sent, which tells most about the error."""
+IN_EVERY_PROCESS: Final = (
+    "What processes do together, such as lockstep.snapshots.save or trainer.predict, must be called in every process, "
+    "and not under `if trainer.is_main:`; rank 0 writes."
+)
+"""What to do where other ranks wait for a rank, or have received something else from it than they expected."""
 UNUSED_TAG: Final = 0x4C53
 """A tag under which no message is ever sent."""
 

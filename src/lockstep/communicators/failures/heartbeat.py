@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lockstep.communicators.failures.failure import Failure
+from lockstep.communicators.failures.failure import IN_EVERY_PROCESS, Failure
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -30,12 +30,6 @@ READS: Final = 3
 """Unchanged reads after which a rank counts as dead once a call has failed."""
 LINGER: Final = 2.0
 """Seconds for which the rank that hosts the store stays after a failure, so that the others can read about it."""
-
-_IN_EVERY_PROCESS: Final = (
-    "What processes do together, such as lockstep.snapshots.save or trainer.predict, must be called in every process, "
-    "and not under `if trainer.is_main:`; rank 0 writes."
-)
-"""What to do where a rank has ended while others wait for it."""
 
 
 class Beat(NamedTuple):
@@ -196,7 +190,7 @@ class Heartbeat:
         if beat.ended:
             # Ending is no failure unless a call of another rank failed because of it.
             what = "has ended while other ranks waited for it"
-            return Failure(rank, what, beat.phase, exiting=True, remedy=_IN_EVERY_PROCESS) if is_asked else None
+            return Failure(rank, what, beat.phase, exiting=True, remedy=IN_EVERY_PROCESS) if is_asked else None
         if is_asked and reads >= READS:
             return Failure(rank, "has died, or cannot be reached", beat.phase)
         return Failure(rank, describe_silence(reads), beat.phase) if reads >= self.max_unchanged else None

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import check_choice, check_number
 from lockstep.communicators import Communicator, LocalCommunicator, find_communicator
-from lockstep.errors import OrderError, StateError
+from lockstep.errors import DisagreementError, OrderError, StateError
 from lockstep.state import check_keys
 from lockstep.tree import PartialSum, total
 
@@ -262,9 +262,19 @@ class KVStore:
         Raises:
             OrderError: If a key has no value yet.
             ValueError: If a shape differs from that of the value.
+            DisagreementError: If the processes push other keys, or the same ones in another order.
         """
         del priority
         pushed = self._checked(key, value, "value")
+        keys = [name for name, _ in pushed]
+        for rank, others in enumerate(self._communicator.exchange_json(keys)):
+            if others != keys:
+                raise DisagreementError(
+                    f"All processes must push the same keys in the same order, got {keys} on rank {self.rank} and "
+                    f"{others} on rank {rank}. Sort them if they come from a set.",
+                    rank=rank,
+                    subject="the pushed keys",
+                )
         sums = [self._sum(name, parts) for name, parts in pushed]
         # One call for all keys, which sends fewer messages.
         self._communicator.all_reduce(sums)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
@@ -66,8 +67,8 @@ class DynamicLossScalingUpdater:
             decay; torch's AdamW applies its own in addition. `lockstep.optim.hooks.GradientLARS` has its own too.
         comm: A lockstep `Communicator`, or any object with NNabla's ``all_reduce(tensors, division=, inplace=)``;
             None for a single process.
-        grads: What to sum over ranks: parameters, for their gradients, or gradients themselves. If it is empty,
-            nothing is exchanged, as in NNabla.
+        grads: What to sum over ranks: parameters, for their gradients, or gradients themselves, which are then kept
+            between updates and set to zero in place. If it is empty, nothing is exchanged, as in NNabla.
 
     Attributes:
         minimum: The lower bound of the scale, which NNabla does not have: 2⁻¹⁴, or, for a scale that starts below
@@ -152,7 +153,8 @@ class DynamicLossScalingUpdater:
 
     def _attempt(self) -> bool:
         """Compute a gradient with new data, and return whether it was finite and applied."""
-        self.solver.zero_grad()
+        # Gradients that were given must stay those of the parameters.
+        self.solver.zero_grad(set_to_none=all(isinstance(each, nn.Parameter) for each in self.grads))
         policy = self._policy()
         scaler = LossScaler(policy)
         for _ in range(self.accum_grad):
@@ -210,8 +212,19 @@ def _decay_of_groups(solver: Optimizer, rate: float) -> Iterator[None]:
             group["weight_decay"] = decay
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter; zeros if it has none, because other ranks may have one."""
+def _gradient(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of a parameter, zeros if it has none, because other ranks may have one; other tensors as is.
+
+    Args:
+        tensor: A parameter, or a gradient.
+
+    Raises:
+        TypeError: If it is None, as the gradient of a parameter is before the first backward.
+    """
+    if tensor is None:
+        raise TypeError(
+            "`grads` must hold parameters or gradients, got None. Pass the parameters, as by list(model.parameters())."
+        )
     if not tensor.requires_grad:
         return tensor
     if tensor.grad is None:

@@ -61,6 +61,7 @@ class RunRecord(Extension):
 
     # After the extensions that observe, and before those that save.
     priority = READER - 1
+    acts_together = True
 
     def __init__(
         self,

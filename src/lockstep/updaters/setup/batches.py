@@ -85,6 +85,19 @@ def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
         STOP.waits = False
 
 
+def own_iterator_error(what: str) -> RuntimeError:
+    """Return the error for a `StopIteration` of your code, which must not pass for the end of the training data.
+
+    Args:
+        what: What has raised it.
+    """
+    return RuntimeError(
+        f"{what} raised StopIteration, which is not the end of the training data: an iterator of your own has ended. "
+        "Catch it, or begin again, as with itertools.cycle. To take further batches in an update, give the updater "
+        "several iterators by name, and call `next_batch(name)`."
+    )
+
+
 def may_draw(batches: Sequence[Any]) -> bool:
     """Return whether samples may draw from generators that an audit must not move, so that they are not read again.
 
@@ -317,7 +330,10 @@ class Conversion:
                     samples = batch if len(part) == len(batch.indices) else batch[part.start : part.stop : part.step]
                     if stream is not None:
                         self._seed_generators(stream, samples, first + shard.index)
-                    given.append((shard, self._converter(samples, device)))
+                    try:
+                        given.append((shard, self._converter(samples, device)))
+                    except StopIteration as error:
+                        raise own_iterator_error("The dataset or the converter") from error
                 else:
                     given.append((shard, self._cut(batch, shard, device, own)))
         if lends and tensors:

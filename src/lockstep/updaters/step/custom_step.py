@@ -21,6 +21,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import UpdateResult
+from lockstep.updaters.setup.batches import own_iterator_error
 from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.state.savepoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
@@ -37,6 +38,7 @@ class CustomStepState:
         applied: Whether any optimizer stepped; a tensor where only the device knows.
         changed: What the shards of each gradient have changed in batches, with its former values.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
+        has_ended: Whether an iterator of the updater has ended.
     """
 
     context: UpdateContext
@@ -45,6 +47,7 @@ class CustomStepState:
     applied: bool | torch.Tensor = False
     changed: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
+    has_ended: bool = False
 
     @torch.no_grad()
     def undo_change(self) -> None:
@@ -117,7 +120,10 @@ class CustomStep:
             # repeated update draws the same ones.
             with self._committer.stream.opened(), self._coordinator.reporting_errors():
                 self._describe(batch, MAIN)
-                core(batch)
+                try:
+                    core(batch)
+                except StopIteration as error:
+                    raise error if state.has_ended else own_iterator_error("The step function") from error
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
                 # A batch may have been used without a gradient of it, so all batches are compared here as well.
                 position = {"update": training.iteration, "computation": "end"}
@@ -351,7 +357,11 @@ class CustomStep:
         if state is None:
             raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
         # `peek` does not move the iterator, so an update that fails has consumed nothing.
-        batch = look_up(name, self._training.iterators).peek(state.consumed[name])
+        try:
+            batch = look_up(name, self._training.iterators).peek(state.consumed[name])
+        except StopIteration:
+            state.has_ended = True
+            raise
         state.consumed[name] += 1
         self._describe(batch, name)
         return batch
