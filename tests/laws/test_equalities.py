@@ -32,6 +32,7 @@ from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
 WORKLOADS = [MLP, CONVNET, TRANSFORMER]
 
 
+@pytest.mark.usefixtures("brief_turns")
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(work, Placement(3), num_shards=5)
@@ -47,11 +48,12 @@ def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> 
     assert one_by_one == at_once
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", [ONE, Placement(3)], ids=repr)
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_accumulation_is_a_larger_batch(work: Workload, placement: Placement) -> None:
-    accumulated = train(work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=10)
-    larger = train(work, placement, batch_size=64, num_samples=128, num_shards=8, updates=10)
+    accumulated = train(work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=5)
+    larger = train(work, placement, batch_size=64, num_samples=128, num_shards=8, updates=5)
     assert accumulated == larger
 
 
@@ -91,6 +93,7 @@ def plain_loop(work: Workload, *, optimizer: Callable[[nn.Module], Any], precisi
         torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)

@@ -16,8 +16,8 @@ import lockstep as ls
 from lockstep.optim.hooks import GradientClipping
 from tests.support.workloads import Workload
 
-NUM_UPDATES = 12
-"""Four epochs, each with a short last batch."""
+NUM_UPDATES = 7
+"""Two epochs, each with a short last batch, and an update of the next one."""
 
 
 @dataclass(frozen=True)
