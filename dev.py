@@ -133,7 +133,7 @@ def test(options: list[str]) -> None:
     if options:
         run("-m", "pytest", *options)
     else:
-        sys.exit(run_with_second_chance(PYTHON, ROOT, ENVIRONMENT / "pytest_cache", [*TWO_PROCESSES, "--some-slow=3"]))
+        sys.exit(run_with_second_chance(PYTHON, ROOT, ENVIRONMENT / "pytest_cache", [*TWO_PROCESSES, "--some-slow=2"]))
 
 
 def run_with_second_chance(python: Path, folder: Path, cache: Path, options: list[str]) -> int:
