@@ -30,10 +30,16 @@ from tests.support.runs import (
 from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
 
 WORKLOADS = [MLP, CONVNET, TRANSFORMER]
+each_work = pytest.mark.parametrize(
+    "work",
+    [each if each is CONVNET else pytest.param(each, marks=pytest.mark.slow) for each in WORKLOADS],
+    ids=repr,
+)
+"""Trains the model with dropout and buffers daily, and the others in the slow tests."""
 
 
 @pytest.mark.usefixtures("brief_turns")
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(work, Placement(3), num_shards=5)
     monkeypatch.setattr(ShardStreams, "_can_override", lambda _: False)
@@ -57,7 +63,7 @@ def test_accumulation_is_a_larger_batch(work: Workload, placement: Placement) ->
     assert accumulated == larger
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_the_standard_updater_is_a_parallel_one(work: Workload) -> None:
     model = work.model()
     updater = ls.StandardUpdater(
@@ -137,7 +143,7 @@ def test_other_loss_scales_do_change_bits() -> None:
     assert train(MLP, num_shards=5, loss_scale=3.0) != train(MLP, num_shards=5)
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_any_interleaving_of_the_shards_gives_the_same_bits(work: Workload) -> None:
     rng = random.Random(0)  # noqa: S311 - for pauses
 
@@ -152,7 +158,7 @@ def test_any_interleaving_of_the_shards_gives_the_same_bits(work: Workload) -> N
     assert set(found.values()) == {expected}
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_the_two_halves_are_the_whole(work: Workload) -> None:
     with finalized(updater_for(work, Placement(2), num_shards=5)) as updater:
         batches = ls.BatchIterator(work.data(), 9, shuffle=True, last_batch="short", seed=3)

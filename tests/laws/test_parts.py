@@ -214,7 +214,7 @@ def test_a_run_that_is_killed_goes_on_at_another_place(
 
 @pytest.mark.parametrize(
     ("size", "workers"),
-    [(1, 2), (3, 0), (4, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 0), (2, 0), (3, 2)])],
+    [(1, 2), (3, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 0), (2, 0), (3, 2), (4, 0)])],
 )
 def test_all_processes_together_read_the_data_once(size: int, workers: int, folder: Path, tmp_path: Path) -> None:
     data = sum((folder / f"{file}.jsonl").stat().st_size for file in range(NUM_FILES))

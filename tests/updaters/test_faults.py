@@ -23,7 +23,16 @@ from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
 from tests.support.gan import snapshot
 from tests.support.hanging import HUNG, here_it_hangs, wait_patiently
-from tests.support.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.runs import (
+    NUM_UPDATES,
+    Placement,
+    cross_entropy,
+    finalized,
+    state_digest,
+    train,
+    undisturbed,
+    updater_for,
+)
 from tests.support.waiting import LONG
 from tests.support.workloads import CONVNET, MLP, WIDE
 
@@ -130,7 +139,7 @@ def test_an_interrupt_while_the_weights_move_waits_for_the_end(work: Any, device
         assert updater.iteration == FAULT_AT + 1
         while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(work, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(work, NUM_SHARDS)
 
 
 def test_a_second_interrupt_is_not_kept_waiting() -> None:
@@ -147,7 +156,7 @@ def test_a_second_interrupt_is_not_kept_waiting() -> None:
         assert snapshot(updater) == before
         while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
 
 
 def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
@@ -160,7 +169,7 @@ def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
             while updater.iteration < NUM_UPDATES:
                 updater.update()
             assert heard == [signal.SIGINT]
-            assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+            assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -178,7 +187,7 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
         assert snapshot(updater) == before
         while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -294,7 +303,7 @@ def test_an_updater_works_outside_of_the_main_thread() -> None:
     worker = threading.Thread(target=lambda: found.append(train(CONVNET, Placement(2), num_shards=NUM_SHARDS)))
     worker.start()
     worker.join()
-    assert found == [train(CONVNET, num_shards=NUM_SHARDS)]
+    assert found == [undisturbed(CONVNET, NUM_SHARDS)]
 
 
 FORGETFUL = """

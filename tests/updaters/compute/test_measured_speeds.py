@@ -164,12 +164,12 @@ def trained(loss_fn: Slow, **options: Any) -> dict[str, Any]:
 
 
 def slow(**options: Any) -> dict[str, Any]:
-    return trained(Slow(0.01), **options)
+    return trained(Slow(0.004), **options)
 
 
 def resumed(saved_after: int) -> dict[str, Any]:
     """Save, and go on in a fresh run, which has to measure anew, to where the others end."""
-    with finalized(updater_for(Slow(0.01))) as updater, finalized(updater_for(Slow(0.01))) as fresh:
+    with finalized(updater_for(Slow(0.004))) as updater, finalized(updater_for(Slow(0.004))) as fresh:
         for _ in range(saved_after):
             updater.update()
         fresh.load_state_dict(updater.state_dict())
