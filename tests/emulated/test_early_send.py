@@ -179,6 +179,7 @@ def alone(what: str) -> str:
     return end
 
 
+@pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.mark.parametrize(
     "whats",
     [pytest.param(["spare", "raise", "overflow"], id="some"), pytest.param(WHATS, id="all", marks=pytest.mark.slow)],
