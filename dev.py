@@ -35,6 +35,9 @@ PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python
 # keep their order: the longest, which start processes, come early, and neither process waits for the other's last.
 TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
+# One more than cores, because many of all tests wait for processes and for time limits.
+THREE_PROCESSES = ["-n", "3", *TWO_PROCESSES[2:]]
+
 MOST_SECOND_CHANCES = 5
 """The number of failed tests above which none is run again: what breaks more is no accident."""
 
@@ -128,12 +131,13 @@ def slow(options: list[str]) -> None:
 
 
 def test(options: list[str]) -> None:
-    """Run all checks and tests, cheapest first; two processes share the tests unless there are options."""
+    """Run all checks and tests, cheapest first; three processes share the tests unless there are options."""
     check([])
     if options:
         run("-m", "pytest", *options)
     else:
-        sys.exit(run_with_second_chance(PYTHON, ROOT, ENVIRONMENT / "pytest_cache", [*TWO_PROCESSES, "--some-slow=3"]))
+        options = [*THREE_PROCESSES, "--some-slow=2"]
+        sys.exit(run_with_second_chance(PYTHON, ROOT, ENVIRONMENT / "pytest_cache", options))
 
 
 def run_with_second_chance(python: Path, folder: Path, cache: Path, options: list[str]) -> int:

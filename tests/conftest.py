@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lockstep.program import describe_program
+from lockstep.replicas.pool import probes
 from tests.support import zygote
 from tests.support.emulated.pool import POOL as EMULATED_POOL
 from tests.support.rank_pool import POOL
@@ -155,6 +156,12 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def brief_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an audit that mixes two threads soon go on where one of them needs what the other holds."""
+    monkeypatch.setattr(probes, "PATIENCE", 0.05)
 
 
 @pytest.fixture

@@ -67,7 +67,13 @@ EVERYWHERE = ["MLP, S = 4, fp32", "convnet, S = 4, bf16-true", "checkpointing, S
             12,
             marks=pytest.mark.slow,
         ),
-        ("streams", ["side stream", "without a kernel", "ReplicaGroup", "DataParallel", "memory"], 5),
+        pytest.param(
+            "streams",
+            ["side stream", "without a kernel", "ReplicaGroup", "DataParallel", "memory"],
+            5,
+            marks=pytest.mark.slow,
+        ),
+        ("streams", ["side stream", "without a kernel"], 2),
     ],
 )
 def test_the_checks_hold_on_emulated_devices(call: str, only: list[str], count: int, tmp_path: Path) -> None:
@@ -76,9 +82,13 @@ def test_the_checks_hold_on_emulated_devices(call: str, only: list[str], count: 
     assert head["device"] == "emulated:0"
 
 
-def test_timings_run_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("only", "count"),
+    [(["tiny MLP"], 2), pytest.param(["tiny MLP", "transformer"], 4, marks=pytest.mark.slow)],
+)
+def test_timings_run_on_a_cpu(only: list[str], count: int, tmp_path: Path) -> None:
     """The emulated devices have no autocast."""
-    check_that_all_hold("timings", ["tiny MLP", "transformer"], 4, tmp_path, "--device", "cpu")
+    check_that_all_hold("timings", only, count, tmp_path, "--device", "cpu")
 
 
 def check_that_all_hold(

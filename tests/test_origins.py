@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,15 @@ def test_an_entry_leads_somewhere(system: str, entry: dict[str, Any]) -> None:
         check_parameter(core, None) if core.endswith(")") else found(core)
 
 
+@cache
+def statements_of(file: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
+
+
 @pytest.mark.parametrize(("system", "entry"), ENTRIES)
 def test_the_test_of_an_entry_is_there(system: str, entry: dict[str, Any]) -> None:
     file, *names = entry["test"].split("::")
-    body: list[ast.stmt] = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
+    body = statements_of(file)
     for name in names:
         (place,) = [each for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name]
         body = place.body

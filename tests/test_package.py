@@ -90,10 +90,25 @@ def link_required(wheel: Path, packages: Path) -> None:
                 (packages / top).symlink_to(distribution.locate_file(top))
 
 
-def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+ALONE = ["python", "train.py"]
+ON_TWO_RANKS = [
+    ["lockstep", "run", "-n", "2", "train.py"],
+    ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+]
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param([ALONE], id="alone"),
+        pytest.param([ALONE, *ON_TWO_RANKS], id="on two ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, starts: list[list[str]]) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
-    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+    commands = environment / ("Scripts" if os.name == "nt" else "bin")
+    python = commands / "python"
     packages = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True,
@@ -108,21 +123,16 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     program += "    print(ls.__file__)\n"
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = environment / ("Scripts" if os.name == "nt" else "bin") / "lockstep"
-    starts = [
-        [python, "train.py"],
-        [command, "run", "-n", "2", "train.py"],
-        [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
-    ]
     digests = set()
-    for start in starts:
+    for command, *arguments in starts:
+        start = [commands / command, *arguments]
         done = subprocess.run(start, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True)
         digests |= set(re.findall("^[0-9a-f]{64}$", done.stdout, re.MULTILINE))
         assert "Warning" not in done.stderr
         assert Path(done.stdout.splitlines()[-1]).is_relative_to(packages)
     assert len(digests) == 1
     version = subprocess.run(
-        [str(command), "--version"], env=variables, check=True, capture_output=True, text=True
+        [commands / "lockstep", "--version"], env=variables, check=True, capture_output=True, text=True
     ).stdout
     assert version.strip() == f"lockstep {__version__}"
 

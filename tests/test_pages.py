@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -174,31 +173,38 @@ def test_every_page_is_linked_from_another() -> None:
 TWO_DEVICES = 'devices=["cpu", "cpu"]'
 PLACEMENTS = {
     "as it is pasted": ([], TWO_DEVICES),
+    "lockstep run": (["-m", "lockstep", "run", "-n", "2"], 'devices=["cpu"]'),
     "on three devices": ([], 'devices=["cpu"] * 3'),
     "torchrun": (["-m", "torch.distributed.run", "--nproc-per-node", "2"], TWO_DEVICES),
-    "lockstep run": (["-m", "lockstep", "run", "-n", "2"], 'devices=["cpu"]'),
 }
-"""How the README's program is started, and on which devices."""
+"""How the README's program is started, and on which devices. `tests/test_package.py` starts it anew, as pasted."""
 MEASURED = ["main/loss", "validation/main/accuracy"]
 
 
-def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "placements",
+    [
+        pytest.param(["as it is pasted", "lockstep run"], id="two"),
+        pytest.param([*PLACEMENTS], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: Path, placements: list[str]) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     program = readme.split("```python\n")[1].split("```\n")[0]
     assert TWO_DEVICES in program
     printed = {}
-    for name, (start, devices) in PLACEMENTS.items():
+    for name in placements:
+        start, devices = PLACEMENTS[name]
         folder = tmp_path / name
         folder.mkdir()
         (folder / "train.py").write_text(program.replace(TWO_DEVICES, devices), encoding="utf-8")
-        run = started_anew if name == "as it is pasted" else zygote.run
-        lines = zygote.output_of([sys.executable, *start, "train.py"], folder, run=run).splitlines()
+        lines = zygote.output_of([sys.executable, *start, "train.py"], folder).splitlines()
         assert lines[0].split()[:4] == ["epoch", "iteration", *MEASURED]
         assert [line.split()[0] for line in lines[1:11]] == [str(epoch) for epoch in range(1, 11)]
         assert float(lines[10].split()[3]) > 0.8
         (printed[name],) = lines[11:]
     assert len(set(printed.values())) == 1, printed
-    assert re.fullmatch("[0-9a-f]{64}", printed["torchrun"])
+    assert re.fullmatch("[0-9a-f]{64}", printed["lockstep run"])
 
 
 @pytest.mark.slow
@@ -234,7 +240,3 @@ def test_the_transcript_of_the_tutorial_holds(tmp_path: Path) -> None:
     compare = [sys.executable, "-m", "lockstep", "compare", "runs/moons", "runs-resumed/moons"]
     said = zygote.output_of(compare, tmp_path)
     assert said.strip() in (DOCS / "get-started" / "tutorial.md").read_text(encoding="utf-8")
-
-
-def started_anew(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)

@@ -83,12 +83,14 @@ def ends(script: str, way: str) -> list[tuple[int, str]]:
     return [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize(("way", "code"), [("return", 0), ("raise", 1), ("exit", 5)])
+@pytest.mark.parametrize(
+    ("way", "code"), [("return", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("exit", 5)]
+)
 def test_the_group_ends_before_python_does(way: str, code: int) -> None:
     assert ends(SCRIPT, way) == [(code, "gone")] * 2
 
 
-@pytest.mark.parametrize("way", ["begun", "added in part"])
+@pytest.mark.parametrize("way", [pytest.param("begun", marks=pytest.mark.slow), "added in part"])
 def test_a_sum_that_nobody_finishes_keeps_no_process(way: str) -> None:
     """Its thread would wait for ever for tensors that are never added, and Python for the thread."""
     assert ends(SUM, way) == [(1, "waits")] * 2

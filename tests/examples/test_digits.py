@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 
@@ -30,6 +31,13 @@ def module() -> ModuleType:
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+@pytest.fixture
+def few_images(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train and test on the first images of each part."""
+    parts = [TensorDataset(*part[:260]) for part in module.load_images()]
+    monkeypatch.setattr(module, "load_images", lambda: parts)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +84,7 @@ def test_one_device_and_two_give_the_same_digest_and_leave_log_and_curve(tmp_pat
     assert len(digests) == 1
 
 
+@pytest.mark.usefixtures("few_images")
 def test_another_seed_gives_another_digest_and_several_a_mean(tmp_path, module, capsys):
     module.main(["--seeds", "2", "--epochs", "1", "--out", str(tmp_path)])
     output = capsys.readouterr().out
@@ -86,6 +95,7 @@ def test_another_seed_gives_another_digest_and_several_a_mean(tmp_path, module, 
     assert float(mean) == pytest.approx(sum(accuracies) / 2, abs=0.0101)
 
 
+@pytest.mark.usefixtures("few_images")
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_compare_says_that_the_digests_are_equal(tmp_path, module, capsys, precision):
     options = ["--compare", "--devices", "cpu,cpu", "--precision", precision]
@@ -96,6 +106,7 @@ def test_compare_says_that_the_digests_are_equal(tmp_path, module, capsys, preci
     assert output.endswith("The digests are equal: the same weights, bit for bit.\n")
 
 
+@pytest.mark.usefixtures("few_images")
 def test_compare_tells_digests_that_differ(tmp_path, module, monkeypatch):
     # Without a number of shards every device makes one, so that other devices give other bits.
     monkeypatch.setattr(module, "NUM_SHARDS", None)

@@ -195,9 +195,8 @@ def random_kills(count: int, with_survivor: int) -> list[Kill]:
 RANDOM = random_kills(60, with_survivor=36)
 
 
-@pytest.mark.parametrize(
-    "case", [RANDOM[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RANDOM[1:])], ids=repr
-)
+@pytest.mark.slow  # daily, `test_kill_campaign.py` kills at random moments
+@pytest.mark.parametrize("case", RANDOM, ids=repr)
 def test_killed_at_a_random_moment(tmp_path: Path, case: Kill) -> None:
     moments = [f"rank{rank}.moment:{case.update}" for rank in case.killed]
     # A run that is fast waits at its last update, so that it is killed in any case.

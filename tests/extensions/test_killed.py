@@ -45,14 +45,8 @@ def kill_in_training(out: Path, source: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("source", "elsewhere"),
-    [
-        pytest.param("iterator", ["-n", "2"], marks=pytest.mark.slow),
-        ("parts", ["-n", "2"]),
-        pytest.param("loader", [], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # daily, `laws/test_parts.py` kills runs of the same program
+@pytest.mark.parametrize(("source", "elsewhere"), [("iterator", ["-n", "2"]), ("parts", ["-n", "2"]), ("loader", [])])
 def test_kill_and_resume_elsewhere(tmp_path: Path, source: str, elsewhere: list[str]) -> None:
     if source == "loader" and importlib.util.find_spec("torchdata") is None:
         pytest.skip("the loader is torchdata's")

@@ -30,9 +30,16 @@ from tests.support.runs import (
 from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
 
 WORKLOADS = [MLP, CONVNET, TRANSFORMER]
+each_work = pytest.mark.parametrize(
+    "work",
+    [each if each is CONVNET else pytest.param(each, marks=pytest.mark.slow) for each in WORKLOADS],
+    ids=repr,
+)
+"""Trains the model with dropout and buffers daily, and the others in the slow tests."""
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@pytest.mark.usefixtures("brief_turns")
+@each_work
 def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(work, Placement(3), num_shards=5)
     monkeypatch.setattr(ShardStreams, "_can_override", lambda _: False)
@@ -47,15 +54,16 @@ def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> 
     assert one_by_one == at_once
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", [ONE, Placement(3)], ids=repr)
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_accumulation_is_a_larger_batch(work: Workload, placement: Placement) -> None:
-    accumulated = train(work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=10)
-    larger = train(work, placement, batch_size=64, num_samples=128, num_shards=8, updates=10)
+    accumulated = train(work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=5)
+    larger = train(work, placement, batch_size=64, num_samples=128, num_shards=8, updates=5)
     assert accumulated == larger
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_the_standard_updater_is_a_parallel_one(work: Workload) -> None:
     model = work.model()
     updater = ls.StandardUpdater(
@@ -91,6 +99,7 @@ def plain_loop(work: Workload, *, optimizer: Callable[[nn.Module], Any], precisi
         torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
@@ -134,7 +143,7 @@ def test_other_loss_scales_do_change_bits() -> None:
     assert train(MLP, num_shards=5, loss_scale=3.0) != train(MLP, num_shards=5)
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_any_interleaving_of_the_shards_gives_the_same_bits(work: Workload) -> None:
     rng = random.Random(0)  # noqa: S311 - for pauses
 
@@ -149,7 +158,7 @@ def test_any_interleaving_of_the_shards_gives_the_same_bits(work: Workload) -> N
     assert set(found.values()) == {expected}
 
 
-@pytest.mark.parametrize("work", WORKLOADS, ids=repr)
+@each_work
 def test_the_two_halves_are_the_whole(work: Workload) -> None:
     with finalized(updater_for(work, Placement(2), num_shards=5)) as updater:
         batches = ls.BatchIterator(work.data(), 9, shuffle=True, last_batch="short", seed=3)

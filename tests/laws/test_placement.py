@@ -45,7 +45,7 @@ def test_the_law_is_not_empty_the_number_of_shards_changes_the_result(work: Work
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "corrected"])
 @DAILY
 def test_summing_and_stepping_side_by_side_changes_no_bit(placements: list[Placement], optimizer: str) -> None:
-    found = digests(WIDE, placements, num_shards=5, optimizer=optimizer, updates=10)
+    found = digests(WIDE, placements, num_shards=5, optimizer=optimizer, updates=5)
     assert len(set(found.values())) == 1, found
 
 
@@ -62,14 +62,14 @@ def test_the_ambient_number_of_intra_op_threads_changes_no_bit(work: Workload) -
 @pytest.mark.parametrize("accumulate", [2, 3])
 @DAILY
 def test_the_law_holds_for_accumulated_batches(placements: list[Placement], accumulate: int) -> None:
-    found = digests(CONVNET, placements, num_shards=3, accumulate=accumulate, updates=10)
+    found = digests(CONVNET, placements, num_shards=3, accumulate=accumulate, updates=5)
     assert len(set(found.values())) == 1, found
 
 
 @pytest.mark.parametrize("buffers", ["mean", "first"])
 @DAILY
 def test_the_law_holds_for_both_rules_of_buffers(placements: list[Placement], buffers: str) -> None:
-    found = digests(CONVNET, placements, num_shards=5, buffers=buffers, updates=10)
+    found = digests(CONVNET, placements, num_shards=5, buffers=buffers, updates=5)
     assert len(set(found.values())) == 1, found
 
 

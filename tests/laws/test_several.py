@@ -154,7 +154,13 @@ TRAPS: dict[str, Callable[[Trap], ls.ParallelUpdater]] = {
 }
 
 
-@pytest.mark.parametrize("where", TRAPS)
+DAILY_TRAPS = {"phase judge moved", "judge's loss", "post hook of gen", "pre hook of dis", "scheduler", "iterator"}
+each_trap = pytest.mark.parametrize(
+    "where", [each if each in DAILY_TRAPS else pytest.param(each, marks=pytest.mark.slow) for each in TRAPS]
+)
+
+
+@each_trap
 def test_a_failed_step_leaves_the_last_update(where: str, undisturbed: str) -> None:
     trap = Trap(fail)
     updater = TRAPS[where](trap)
@@ -169,7 +175,7 @@ def test_a_failed_step_leaves_the_last_update(where: str, undisturbed: str) -> N
     assert run(updater, UPDATES) == undisturbed
 
 
-@pytest.mark.parametrize("where", TRAPS)
+@each_trap
 def test_an_interrupted_step_applies_nothing_or_all(where: str, undisturbed: str) -> None:
     trap = Trap(interrupt)
     updater = TRAPS[where](trap)

@@ -54,7 +54,7 @@ def compiles_lerp_exactly() -> bool:
         pytest.param(MomentumSGD, {"correction": True}, marks=pytest.mark.slow),
         pytest.param(MomentumSGD, {"nesterov": True, "maximize": True}, marks=pytest.mark.slow),
         pytest.param(MomentumSGD, {"correction": True, "dampening": 0.5}, marks=pytest.mark.slow),
-        (SGDW, {"weight_decay": 0.25}),
+        pytest.param(SGDW, {"weight_decay": 0.25}, marks=pytest.mark.slow),
         pytest.param(LAMB, {"weight_decay": 0.25}, marks=pytest.mark.slow),
         (LAMB, {"bias_correction": False, "norm_bounds": (0.5, 1.5)}),
     ],

@@ -41,7 +41,7 @@ def resume_on_machines(communicator: ls.Communicator, folders: list[str]) -> tup
     return run_in_folders(communicator, folders, 8, per_machine=True)
 
 
-@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("owner", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_rank_that_has_a_snapshot_sends_it(tmp_path: Path, owner: int) -> None:
     whole = tmp_path / "whole"
     run_at(Place(1, 1, 0), "adamw", whole, 8)

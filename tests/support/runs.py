@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -16,8 +17,8 @@ import lockstep as ls
 from lockstep.optim.hooks import GradientClipping
 from tests.support.workloads import Workload
 
-NUM_UPDATES = 12
-"""Four epochs, each with a short last batch."""
+NUM_UPDATES = 7
+"""Two epochs, each with a short last batch, and an update of the next one."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ def train(work: Workload, placement: Placement = ONE, *, updates: int = NUM_UPDA
         for _ in range(updates):
             assert updater.update().applied
         return state_digest(updater)
+
+
+@cache
+def undisturbed(work: Workload, num_shards: int) -> str:
+    """Train on one device, once for all tests that compare with it."""
+    return train(work, num_shards=num_shards)
 
 
 def digests(work: Workload, placements: Sequence[Placement], **options: Any) -> dict[Placement, str]:

@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_devices_do_not_matter(case: str) -> None:
-    found = {tuple(trained(devices, **CASES[case])) for devices in (1, 2, 3)}
+    found = {tuple(trained(devices, **CASES[case])) for devices in (1, 3)}
     assert len(found) == 1
 
 
@@ -67,14 +67,17 @@ def test_the_shards_do_matter() -> None:
     assert len({trained(1, num_shards=shards)[0] for shards in (1, 2, 3)}) == 3
 
 
-def on_ranks(communicator: Communicator) -> dict[str, list[str]]:
-    return {name: trained(2, communicator=communicator, **options) for name, options in CASES.items()}
+def on_ranks(communicator: Communicator, cases: list[str]) -> dict[str, list[str]]:
+    return {name: trained(2, communicator=communicator, **CASES[name]) for name in cases}
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_ranks_do_not_matter(size: int) -> None:
-    expected = {name: trained(1, **options) for name, options in CASES.items()}
-    assert run_on_ranks(on_ranks, size) == [expected] * size
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [(3, ["buffers", "overflowing"]), *(pytest.param(each, [*CASES], marks=pytest.mark.slow) for each in (2, 3))],
+)
+def test_the_ranks_do_not_matter(size: int, cases: list[str]) -> None:
+    expected = {name: trained(1, **CASES[name]) for name in cases}
+    assert run_on_ranks(on_ranks, size, cases) == [expected] * size
 
 
 def gradients_of_one_device(model: nn.Module, batch: Any) -> tuple[float, list[torch.Tensor]]:
@@ -262,14 +265,14 @@ def with_a_frozen_module() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "expected"), [(contrast, []), (with_a_frozen_module(), []), (with_a_cycle, [0] * 5)]
+    ("criterion", "expected"), [(contrast, []), (with_a_frozen_module(), []), (with_a_cycle, [0] * 2)]
 )
 def test_an_update_does_not_look_through_all_objects_of_the_program(criterion: Any, expected: list[int]) -> None:
     loss_fn = ls.BatchLoss(encode, criterion)
     with finalized(updater_for(MLP, Placement(2), num_shards=3, loss_fn=loss_fn)) as updater:
         updater.update()
         with collections() as found:
-            assert all(updater.update().applied for _ in range(5))
+            assert all(updater.update().applied for _ in range(2))
     assert found == expected
 
 

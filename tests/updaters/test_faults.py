@@ -23,7 +23,16 @@ from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
 from tests.support.gan import snapshot
 from tests.support.hanging import HUNG, here_it_hangs, wait_patiently
-from tests.support.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.runs import (
+    NUM_UPDATES,
+    Placement,
+    cross_entropy,
+    finalized,
+    state_digest,
+    train,
+    undisturbed,
+    updater_for,
+)
 from tests.support.waiting import LONG
 from tests.support.workloads import CONVNET, MLP, WIDE
 
@@ -80,7 +89,7 @@ def test_an_exception_in_a_shard_leaves_the_last_update(where: str, place: int) 
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert snapshot(updater) == before[0]
         assert torch.equal(torch.get_rng_state(), before[1])
-        for _ in range(12 - FAULT_AT):
+        for _ in range(NUM_UPDATES - FAULT_AT):
             updater.update()
         disturbed = state_digest(updater)
     undisturbed = Trap(fail, where=where)
@@ -102,7 +111,7 @@ def test_an_interrupt_in_a_shard_applies_nothing_or_all(where: str, devices: int
         assert updater.iteration in {FAULT_AT, FAULT_AT + 1}
         if updater.iteration == FAULT_AT:
             assert snapshot(updater) == before
-        while updater.iteration < 12:
+        while updater.iteration < NUM_UPDATES:
             updater.update()
         disturbed = state_digest(updater)
     assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(interrupt, where=where))
@@ -128,9 +137,9 @@ def test_an_interrupt_while_the_weights_move_waits_for_the_end(work: Any, device
         with pytest.raises(KeyboardInterrupt):
             updater.update()
         assert updater.iteration == FAULT_AT + 1
-        while updater.iteration < 12:
+        while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(work, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(work, NUM_SHARDS)
 
 
 def test_a_second_interrupt_is_not_kept_waiting() -> None:
@@ -145,9 +154,9 @@ def test_a_second_interrupt_is_not_kept_waiting() -> None:
         with pytest.raises(KeyboardInterrupt):
             updater.update()
         assert snapshot(updater) == before
-        while updater.iteration < 12:
+        while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
 
 
 def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
@@ -157,10 +166,10 @@ def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
         trap = Trap(interrupt)
         with finalized(updater_for(CONVNET, Placement(2), loss_fn=trap, num_shards=NUM_SHARDS)) as updater:
             trap.armed = True
-            while updater.iteration < 12:
+            while updater.iteration < NUM_UPDATES:
                 updater.update()
             assert heard == [signal.SIGINT]
-            assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+            assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -176,9 +185,9 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
             updater.update()
         handle.remove()
         assert snapshot(updater) == before
-        while updater.iteration < 12:
+        while updater.iteration < NUM_UPDATES:
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+        assert state_digest(updater) == undisturbed(CONVNET, NUM_SHARDS)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -218,7 +227,7 @@ def test_a_device_that_hangs_is_named_and_leaves_the_last_update(devices: int, p
         assert (caught.value.device, caught.value.shard) == ("cpu", shard)
         assert snapshot(updater) == before[0]
         assert torch.equal(torch.get_rng_state(), before[1])
-        for _ in range(12 - FAULT_AT):
+        for _ in range(NUM_UPDATES - FAULT_AT):
             updater.update()
         disturbed = state_digest(updater)
     assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(fail, where=where))
@@ -294,7 +303,7 @@ def test_an_updater_works_outside_of_the_main_thread() -> None:
     worker = threading.Thread(target=lambda: found.append(train(CONVNET, Placement(2), num_shards=NUM_SHARDS)))
     worker.start()
     worker.join()
-    assert found == [train(CONVNET, num_shards=NUM_SHARDS)]
+    assert found == [undisturbed(CONVNET, NUM_SHARDS)]
 
 
 FORGETFUL = """
@@ -344,7 +353,7 @@ def test_updaters_in_threads_of_the_users_do_not_disturb_each_other(devices: tup
 
     def work(updater: ls.ParallelUpdater) -> None:
         together.wait()
-        for _ in range(12):
+        for _ in range(NUM_UPDATES):
             updater.update()
 
     # Models are drawn from the default generator too, so they are made before.

@@ -15,7 +15,15 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from tests.support.late_copies import LateCopies
-from tests.support.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.runs import (
+    NUM_UPDATES,
+    Placement,
+    cross_entropy,
+    finalized,
+    state_digest,
+    undisturbed,
+    updater_for,
+)
 from tests.support.small_updater import updater_of
 from tests.support.workloads import CONVNET, MLP
 
@@ -194,7 +202,7 @@ def test_a_loss_that_cannot_be_used_is_refused_and_good_ones_go_on(case: str, de
                 assert ls.digest(updater.state_dict()) == before
                 spoilt = False
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=5)
+        assert state_digest(updater) == undisturbed(CONVNET, 5)
 
 
 BAD_BATCHES: dict[str, tuple[Any, str]] = {
@@ -225,7 +233,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(case: str) -> None:
             updater.apply_gradients()
         for _ in range(NUM_UPDATES):
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=5)
+        assert state_digest(updater) == undisturbed(CONVNET, 5)
 
 
 def test_post_accumulate_hooks_are_refused() -> None:
@@ -238,7 +246,7 @@ def test_post_accumulate_hooks_are_refused() -> None:
         handle.remove()
         for _ in range(NUM_UPDATES):
             updater.update()
-        assert state_digest(updater) == train(CONVNET, num_shards=5)
+        assert state_digest(updater) == undisturbed(CONVNET, 5)
 
 
 def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:

@@ -161,6 +161,7 @@ def test_what_draws_past_the_stream_is_noticed_and_made_good(way: str, devices: 
     assert threads == {"MainThread"}
 
 
+@pytest.mark.usefixtures("brief_turns")
 def test_without_an_override_shards_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(NOISY, num_shards=5, updates=NUM_UPDATES)
 

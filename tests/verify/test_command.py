@@ -36,9 +36,11 @@ trainer.run(resume="auto")
 """
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the process that forks those of the ways, which saves it the imports."""
+@pytest.fixture(params=[pytest.param(True, id="forked")])
+def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process that forks those of the ways, which saves it the imports, unless a test wants it anew."""
+    if not request.param:
+        return
     monkeypatch.setattr(driver, "subprocess", SimpleNamespace(Popen=zygote.Popen, PIPE=subprocess.PIPE))
 
 
@@ -46,6 +48,10 @@ def run_verify(*arguments: str) -> int:
     return main(["verify", *arguments])
 
 
+@pytest.mark.parametrize(
+    "forked", [pytest.param(True, id="forked"), pytest.param(False, id="anew", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.usefixtures("forked")
 def test_all_ways_of_a_script_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, out = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -102,7 +108,6 @@ def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytes
     ]
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')", encoding="utf-8")

@@ -20,9 +20,14 @@ from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 from tests.support.ranks import run_on_ranks
 
-CASES = 24
+CASES = 12
+"""Each combination of the properties of a case, which come again after 2, 3 and 4 cases."""
+MORE_CASES = 24
 SIZES = [PlanSizes(), PlanSizes(slice=4096, direct=512, whole=0), PlanSizes(slice=512, direct=10**9, whole=0)]
 """The usual cuts; many buckets, with pieces sent from where they lie; many buckets of copied pieces."""
+
+DAILY_SIZES = {1, 2, 3, 5}
+"""The sizes of groups that are looked at daily; those of four and of six are long."""
 
 SHAPES = [(900,), (3, 5), (40, 30), (0,), (7,), (2, 3, 4, 5), (1,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -77,7 +82,7 @@ def alike(left: Tensors, right: Tensors) -> bool:
 def sum_cases(communicator: ProcessCommunicator) -> list[str]:
     """Sum every case in every way; give those that came out differently."""
     wrong = []
-    for case in range(CASES):
+    for case in range(CASES if communicator.size in DAILY_SIZES else MORE_CASES):
         _, cuts, absent = layout(case, communicator.size)
         like = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in full_leaf(case)]
         expected = one_process(case, communicator.size)
@@ -286,8 +291,8 @@ def seen(request: pytest.FixtureRequest) -> list[Seen]:
 
 
 def on_ranks(*sizes: int) -> pytest.MarkDecorator:
-    """Run a test on what groups of some sizes saw; those of four and of six are long."""
-    marks = {size: pytest.mark.slow if size in {4, 6} else () for size in sizes}
+    """Run a test on what groups of some sizes saw."""
+    marks = {size: () if size in DAILY_SIZES else pytest.mark.slow for size in sizes}
     return pytest.mark.parametrize("seen", [pytest.param(size, marks=marks[size]) for size in sizes], indirect=True)
 
 

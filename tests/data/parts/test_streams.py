@@ -234,7 +234,7 @@ class Lines:
         self.position = state["position"]
 
 
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
+@pytest.mark.parametrize("size", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 4))])
 def test_all_ranks_together_read_a_stream_once_and_little_again_after_a_resume(size: int, tmp_path: Path) -> None:
     (log := tmp_path / "log").mkdir()
     for file in range(3):

@@ -320,6 +320,7 @@ def test_a_level_of_the_caller_keeps_the_work_in_its_thread() -> None:
         assert trained(plain_loss, forward_ad.dual_level, 2) == one
 
 
+@pytest.mark.usefixtures("brief_turns")
 @pytest.mark.filterwarnings(IGNORED)
 def test_an_error_inside_of_a_level_leaves_the_next_update_as_it_would_be() -> None:
     broken = [True]

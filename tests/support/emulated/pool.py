@@ -43,8 +43,11 @@ def build_or_skip() -> None:
 def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
     assert hasattr(torch, emulated.NAME)
     test: Any = getattr(importlib.import_module(module), name)
-    test.__wrapped__(**arguments)
-    gc.collect()  # an updater or group in a cycle is no leak
+    with pytest.MonkeyPatch.context() as patch:
+        # Seconds after which a loader kills a worker. Those that are forked with emulated devices do not end alone.
+        patch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        test.__wrapped__(**arguments)
+        gc.collect()  # an updater, group or loader in a cycle is no leak
     for thread in threading.enumerate():
         if thread.name.startswith("lockstep-"):
             thread.join(LONG)  # told to end already

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.rank_sum import REPEATS_BEFORE_PREDICTION, RankSum
 from tests.support.backward import in_backward
 from tests.support.ranks import launch_on_ranks
@@ -29,15 +30,20 @@ MARKED = OPENING + BATCH_SIZE - 1
 """The last one, in the last shard of the last rank."""
 
 
+WIDTH = 200
+MESSAGE = 4 * WIDTH
+"""Bytes of gradients that ride with a message here, fewer than those of one layer."""
+
+
 class Net(nn.Module):
     """Too many parameters to ride with a message, and a layer that is used now and then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 600)
-        self.middle = nn.Linear(600, 600)
-        self.spare = nn.Linear(600, 600)
-        self.last = nn.Linear(600, 3)
+        self.first = nn.Linear(4, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor, way: str = "plain") -> torch.Tensor:
         hidden = torch.relu(self.first(x))
@@ -92,25 +98,27 @@ def disturbed(what: str, devices: Sequence[str] = ("cpu",), **options: Any) -> d
     torch.manual_seed(1)
     model, loss_fn, raised = Net().to(devices[0]), Disturbed(what), ""
     data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        model,
-        devices=list(devices),
-        num_shards=8,
-        loss_fn=loss_fn,
-        loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
-        **options,
-    )
-    with pytest.MonkeyPatch.context() as patch, finalized(updater):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankSum, "exchange", exchange)
-        while updater.iteration < NUM_UPDATES:
-            loss_fn.update = updater.iteration
-            try:
-                updater.update()
-            except Exception as error:  # noqa: BLE001 - what is raised is the answer
-                raised, loss_fn.what = f"{type(error).__name__}: {error}", "nothing"
-        return {"end": state_digest(updater), "early": early, "raised": raised, "calls": loss_fn.calls}
+        patch.setattr(rank_sum, "SMALL_BYTES", MESSAGE)
+        updater = ls.ParallelUpdater(
+            ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            model,
+            devices=list(devices),
+            num_shards=8,
+            loss_fn=loss_fn,
+            loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
+            **options,
+        )
+        with finalized(updater):
+            while updater.iteration < NUM_UPDATES:
+                loss_fn.update = updater.iteration
+                try:
+                    updater.update()
+                except Exception as error:  # noqa: BLE001 - what is raised is the answer
+                    raised, loss_fn.what = f"{type(error).__name__}: {error}", "nothing"
+            return {"end": state_digest(updater), "early": early, "raised": raised, "calls": loss_fn.calls}
 
 
 WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise", "no weight", "overflow"]

@@ -22,6 +22,7 @@ from lockstep.updaters.compute.clock import (
     workloads_of,
 )
 from lockstep.updaters.compute.shares import share_of
+from lockstep.updaters.ranks import rank_sum
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
@@ -93,13 +94,18 @@ def test_every_shard_has_one_place_at_any_speeds(speeds: list[list[float]], size
 # Over processes ---------------------------------------------------------------------------------
 
 
+WIDTH = 150
+MESSAGE = 4 * WIDTH
+"""Bytes of gradients that ride with a message here, fewer than those of one layer."""
+
+
 class Net(nn.Module):
     """Too many parameters to ride with a message."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 600), nn.BatchNorm1d(600), nn.Dropout(0.2), nn.Linear(600, 600), nn.Linear(600, 3)
+            nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,12 +164,12 @@ def trained(loss_fn: Slow, **options: Any) -> dict[str, Any]:
 
 
 def slow(**options: Any) -> dict[str, Any]:
-    return trained(Slow(0.01), **options)
+    return trained(Slow(0.004), **options)
 
 
 def resumed(saved_after: int) -> dict[str, Any]:
     """Save, and go on in a fresh run, which has to measure anew, to where the others end."""
-    with finalized(updater_for(Slow(0.01))) as updater, finalized(updater_for(Slow(0.01))) as fresh:
+    with finalized(updater_for(Slow(0.004))) as updater, finalized(updater_for(Slow(0.004))) as fresh:
         for _ in range(saved_after):
             updater.update()
         fresh.load_state_dict(updater.state_dict())
@@ -187,6 +193,12 @@ def refused() -> dict[str, Any]:
 
 def on_two_ranks() -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sum, "SMALL_BYTES", MESSAGE)
+        return runs_on_two_ranks()
+
+
+def runs_on_two_ranks() -> dict[str, dict[str, Any]]:
     return {
         "slow": slow(),
         "with a worker": slow(num_workers=1),

@@ -153,7 +153,7 @@ def check_found(every: list[list[Any]], kinds: Sequence[str]) -> None:
 
 
 def test_damage_between_two_ranks_is_found_and_named() -> None:
-    check(10, 2)
+    check(5, 2)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_damage_between_three_ranks_with_two_devices_is_found_and_named() -> Non
 
 @pytest.mark.parametrize("compression", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
-    check(10, 2, compression=compression)
+    check(5, 2, compression=compression)
 
 
 def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
@@ -220,7 +220,7 @@ def rounded(compression: Any, every: int) -> list[str]:
     return [digest_of(first, 3), digest_of(second, 3)]
 
 
-@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+@pytest.mark.parametrize("compression", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_neither_audits_nor_a_resume_change_a_bit_of_compressed_sums(compression: str) -> None:
     found = [launch_on_ranks(rounded, 3, compression, every) for every in (1, 0)]
     assert len({digest for ranks in found for digests in ranks for digest in digests}) == 1
@@ -306,9 +306,9 @@ def sparse_work(number: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_damage_to_sparse_sums_is_found_and_named(num_ranks: int) -> None:
-    check_found(launch_on_ranks(sparse_work, num_ranks, 6), SPARSE_KINDS)
+@pytest.mark.parametrize(("num_ranks", "number"), [pytest.param(2, 6, marks=pytest.mark.slow), (3, 3)])
+def test_damage_to_sparse_sums_is_found_and_named(num_ranks: int, number: int) -> None:
+    check_found(launch_on_ranks(sparse_work, num_ranks, number), SPARSE_KINDS)
 
 
 def of_words(every: int) -> str:
@@ -378,17 +378,20 @@ def test_an_update_is_repeated_on_all_ranks() -> None:
         assert sum("rank 1" in each and "The update is repeated." in each for each in said) == 1
 
 
+NUM_CLEAN = 20
+
+
 def quiet() -> int:
     """Train through clean audits."""
     updater = updater_of(1, communicator=ls.find_communicator(), audit_every=1)
-    for _ in range(50):
+    for _ in range(NUM_CLEAN):
         assert updater.update().applied
     updater.finalize()
     return updater.iteration
 
 
 def test_clean_sums_raise_no_alarm() -> None:
-    assert launch_on_ranks(quiet, 3) == [50] * 3
+    assert launch_on_ranks(quiet, 3) == [NUM_CLEAN] * 3
 
 
 def damaged_message() -> int | None:
