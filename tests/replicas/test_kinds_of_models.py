@@ -336,6 +336,8 @@ REFERRING = (
 )
 
 
+# This test reads the attribute itself.
+@pytest.mark.filterwarnings("ignore:Forward changes attributes:lockstep.DeterminismWarning")
 @pytest.mark.parametrize("kind", REFERRING)
 def test_what_refers_to_the_model_refers_to_the_replica_there(kind: str) -> None:
     model, loss_fn = gating(kind)

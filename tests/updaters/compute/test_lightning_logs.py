@@ -131,11 +131,23 @@ class Counting(Classifier):
         return super().training_step(batch, batch_idx) * min(1, self.global_step / 4)
 
 
-@pytest.mark.parametrize(("kind", "warned"), [(Classifier, 0), (Counting, 1)])
-def test_attributes_of_the_trainer_that_stay_0_are_warned_of(kind: type[Classifier], warned: int) -> None:
+class Clipping(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warning"),
+    [
+        (Classifier, ""),
+        (Counting, "Counting reads global_step, which stay 0"),
+        (Clipping, "Clipping overrides configure_gradient_clipping, which nothing calls"),
+    ],
+)
+def test_what_needs_a_trainer_of_lightning_is_warned_of(kind: type[Classifier], warning: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
         updater_of(kind(), devices=2).update()
     found = [str(each.message) for each in said if "no Lightning Trainer runs" in str(each.message)]
-    assert len(found) == warned
-    assert all(text.startswith("Counting reads global_step, which stay 0") for text in found)
+    assert len(found) == bool(warning)
+    assert all(text.startswith(warning) for text in found)

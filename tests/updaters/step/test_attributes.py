@@ -13,7 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.updaters.step import engine
 from tests.support.ranks import run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget that other tests have compiled something, after which no model is copied."""
+    monkeypatch.setattr(engine, "has_compiled", lambda: False)
+
 
 BATCHES = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3)] * 4
 

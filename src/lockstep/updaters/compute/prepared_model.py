@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,11 @@ LIBRARIES: Final = ("builtins", "lightning", "lightning_fabric", "pytorch_lightn
 """Packages whose own methods may read anything."""
 OF_TRAINERS: Final = frozenset({"global_step", "current_epoch"})
 """The attributes of a `LightningModule` that are 0 without a Lightning Trainer."""
+HOOKS: Final = frozenset(
+    {"backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_backward", "on_before_optimizer_step"}
+    | {"on_before_zero_grad", "on_train_batch_end", "on_train_batch_start", "optimizer_step", "optimizer_zero_grad"}
+)
+"""The methods of a `LightningModule` by which a Lightning Trainer lets it change an update."""
 
 
 def observe_logs(replica: nn.Module) -> None:
@@ -50,7 +55,16 @@ def observe_logs(replica: nn.Module) -> None:
             # Attributes of the object, which are found before the methods of its class.
             vars(module)["log"] = partial(_log, module)
             vars(module)["log_dict"] = partial(_log_dict, module)
-            read = OF_TRAINERS & _names(type(module))
+            own = [base for base in type(module).__mro__ if base.__module__.split(".")[0] not in LIBRARIES]
+            hooks = HOOKS & {name for base in own for name in vars(base)}
+            if hooks:
+                warnings.warn(
+                    f"{type(module).__name__} overrides {' and '.join(sorted(hooks))}, which nothing calls because no "
+                    "Lightning Trainer runs. Pass clip_grad_norm=, scheduler= or an optimizer with a hook to the "
+                    "updater, or write a step function (`step_fn`); call what follows an update in an extension.",
+                    stacklevel=2,
+                )
+            read = OF_TRAINERS & _names(own)
             if read:
                 warnings.warn(
                     f"{type(module).__name__} reads {' and '.join(sorted(read))}, which stay 0 because no Lightning "
@@ -60,9 +74,8 @@ def observe_logs(replica: nn.Module) -> None:
                 )
 
 
-def _names(kind: type) -> set[str]:
-    """Return the names in the methods of a class and of its bases that are not part of a library."""
-    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in LIBRARIES]
+def _names(own: Iterable[type]) -> set[str]:
+    """Return the names in the methods of classes."""
     methods = [each for base in own for each in vars(base).values() if type(each) is FunctionType]
     return {name for method in methods for name in method.__code__.co_names}
 
