@@ -352,7 +352,7 @@ def _train_by_given_gradients(communicator: ls.Communicator) -> list[float]:
     training = Training(rank=communicator.rank, comm=communicator)
     training.feed()
     training.loss().backward()
-    training.updater.grads = [each.grad for each in training.model.parameters()]  # type: ignore[misc]
+    training.updater.grads = [each.grad for each in training.model.parameters()]
     weights: list[float] = training.weights_after(3).flatten().tolist()
     return weights
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
@@ -101,7 +100,7 @@ class DynamicLossScalingUpdater:
     accum_grad: int = 1
     weight_decay: float | None = None
     comm: Communicator | AllReduce | None = None
-    grads: Sequence[torch.Tensor] = ()
+    grads: Sequence[torch.Tensor | None] = ()
     minimum: float = field(default=DynamicLossScale.minimum, init=False)
     maximum: float = field(default=DynamicLossScale.maximum, init=False)
     _counter: int = field(default=0, init=False, repr=False)
@@ -154,7 +153,7 @@ class DynamicLossScalingUpdater:
     def _attempt(self) -> bool:
         """Compute a gradient with new data, and return whether it was finite and applied."""
         # Gradients that were given must stay those of the parameters.
-        self.solver.zero_grad(set_to_none=all(isinstance(each, nn.Parameter) for each in self.grads))
+        self.solver.zero_grad(set_to_none=all(each is None or each.requires_grad for each in self.grads))
         policy = self._policy()
         scaler = LossScaler(policy)
         for _ in range(self.accum_grad):

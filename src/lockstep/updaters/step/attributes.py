@@ -80,7 +80,9 @@ def _summary(value: Any, levels: int = MOST_LEVELS) -> str:
     if levels and issubclass(kind, CONTAINERS):
         base = next(each for each in CONTAINERS if issubclass(kind, each))
         items = listed(lambda: dict.items(value) if base is dict else base.__iter__(value))
-        return f"[{', '.join(_summary(each, levels - 1) for each in items)}]"
+        found = [_summary(each, levels - 1) for each in items]
+        # A copy of a set may have another order.
+        return repr(sorted(found) if base is set else found)
     return kind.__qualname__
 
 

@@ -173,7 +173,7 @@ class Recomputation:
             OrderError: If one of them has other bits then, although a shard that is computed alone has the same ones.
         """
         # Of what differs alone there is a warning. All work stays in one thread, or a new thread may not get memory.
-        if audit.differs or context.settings.kept or is_memory_limited():
+        if audit.differs or context.settings.kept or self.streams.one_at_a_time or is_memory_limited():
             return
         for lead in LEADS if audit.neighbours else ():
             found, cause = self._difference(attempt, audit, context, Turns(list(audit.neighbours), lead))
