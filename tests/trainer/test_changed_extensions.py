@@ -157,6 +157,7 @@ class Stop(Extension):
 
 
 @pytest.mark.filterwarnings("ignore:The extensions of this Trainer")
+@pytest.mark.filterwarnings("ignore:The saved state lacks what")
 @pytest.mark.parametrize("after", ["abc", "ac", "c", "abcd"])
 def test_an_iteration_that_was_broken_off_goes_on_without_what_was_removed(out: Path, after: str) -> None:
     first = build(out, "ab", [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from lockstep.errors import OrderError, StateError
 from lockstep.metrics import Mean
 from lockstep.trainer import EDITOR, READER, WRITER, Extension, FunctionExtension, Trainer, make_extension
-from lockstep.triggers import EarlyStopping, ManualSchedule, MaxValue, Never, Once, TriggerSpec
+from lockstep.triggers import EarlyStopping, ManualSchedule, MaxValue, Never, Once, Progress, Trigger, TriggerSpec
 from tests.support.plain_updaters import CountingUpdater, LoopUpdater
 
 Events = list[tuple[Any, ...]]
@@ -414,6 +415,58 @@ def test_what_is_observed_is_a_copy(out: Path) -> None:
 
 
 # Resume
+
+
+class Doubling(Trigger):
+    """Fires after 1, 2, 4, 8, ... updates, by an attribute."""
+
+    def __init__(self) -> None:
+        self.next = 1
+
+    def __call__(self, progress: Progress) -> bool:
+        fires = progress.updater.iteration >= self.next
+        self.next *= 2 if fires else 1
+        return fires
+
+
+class Saving(Doubling):
+    """The same with a state."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Caller:
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, _: Trainer) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(
+    ("action", "trigger", "named"),
+    [
+        (len, Doubling, "Doubling remembers in next"),
+        (len, Saving, ""),
+        (Caller(), Saving, "Caller remembers in calls"),
+    ],
+)
+def test_what_no_state_holds_is_named(out: Path, action: Any, trigger: type[Doubling], named: str) -> None:
+    trainer = Trainer(CountingUpdater(), (5, "iteration"), out=out)
+    trainer.extend((lambda _: None) if action is len else action, name="action", trigger=trigger())
+    trainer.run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.state_dict()
+        trainer.state_dict()
+    found = [str(each.message) for each in caught]
+    assert len(found) == bool(named)
+    assert all(named in text for text in found)
 
 
 class Saver(Extension):

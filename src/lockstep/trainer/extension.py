@@ -12,11 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import torch
 
 from lockstep.arguments import misfit
 from lockstep.communicators import Communicator
-from lockstep.errors import DisagreementError, StateError
+from lockstep.errors import DeterminismWarning, DisagreementError, StateError, few
+from lockstep.nest import attributes
 from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
 
@@ -293,6 +296,53 @@ def check_same_on_ranks(communicator: Communicator, entries: Iterable[ExtensionE
                 rank=rank,
                 subject="extensions",
             )
+
+
+BASES: Final = (Extension, Trigger, Stateful)
+"""The classes of lockstep that have no attributes of their own."""
+
+
+class UnsavedAttributes:
+    """Notices what extensions and triggers of yours remember in attributes, where they have no state of their own.
+
+    Args:
+        entries: The extensions at the start of a run, after they were initialized.
+    """
+
+    def __init__(self, entries: Iterable[ExtensionEntry]) -> None:
+        parts = [part for each in entries for part in (each.extension, each.trigger)]
+        owners = [each.function if isinstance(each, FunctionExtension) else each for each in parts]
+        self._begun = [(each, _plain_attributes(each)) for each in owners if _has_no_state(each)]
+
+    def check(self) -> None:
+        """Warn once if such attributes have changed."""
+        for owner, before in self._begun:
+            names = [name for name, value in _plain_attributes(owner).items() if value != before.get(name)]
+            if names:
+                self._begun = []
+                warnings.warn(
+                    f"The saved state lacks what {type(owner).__name__} remembers in {few(names)}, which begins anew "
+                    "when the run is resumed. Override `state_dict` and `load_state_dict` in a subclass of "
+                    "lockstep.Extension or lockstep.triggers.Trigger. If it may begin anew, filter this warning.",
+                    DeterminismWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def _has_no_state(owner: object) -> bool:
+    """Return whether an object of a class of yours has attributes, and neither `state_dict` nor names to save."""
+    kind = type(owner)
+    # A class of lockstep knows what of its attributes belongs to the state.
+    ours = any(base.__module__.startswith("lockstep.") for base in kind.__mro__ if base not in BASES)
+    saves = getattr(kind, "state_dict", Stateful.state_dict) is not Stateful.state_dict
+    return not (ours or saves or bool(getattr(kind, "_saved", ())) or inspect.isroutine(owner))
+
+
+def _plain_attributes(owner: object) -> dict[str, str]:
+    """Return the numbers, texts and tensors in the attributes of an object, as text by name."""
+    kinds = (bool, int, float, str, torch.Tensor)
+    return {name: repr(value) for name, value in attributes(owner).items() if type(value) in kinds}
 
 
 def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warn: bool) -> None:

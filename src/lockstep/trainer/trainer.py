@@ -27,6 +27,7 @@ from lockstep.trainer.extension import (
     Action,
     Extension,
     ExtensionEntry,
+    UnsavedAttributes,
     as_extension,
     check_extensions,
     check_same_on_ranks,
@@ -120,7 +121,7 @@ class Trainer(KnowsOthers):
         self._pending: deque[ExtensionEntry] = deque()
         self._due: ExtensionEntry | None = None
         self._initialized: list[ExtensionEntry] = []
-        self._begun = False
+        self._begun, self._unsaved = False, UnsavedAttributes([])
         self._elapsed = 0.0
         self._started: float | None = None
         self._stopped = False
@@ -328,6 +329,7 @@ class Trainer(KnowsOthers):
 
     def surroundings(self) -> dict[str, object]:
         """Return the state of the run without that of the updater."""
+        self._unsaved.check()
         return {
             "until": self.until.state_dict(),
             "triggers": {name: entry.trigger.state_dict() for name, entry in self._entries.items()},
@@ -511,7 +513,7 @@ class Trainer(KnowsOthers):
                 if entry.call_before_training:
                     entry.extension.collect(self)
                     entry.extension(self)
-        self._begun = True
+        self._begun, self._unsaved = True, UnsavedAttributes(self._order)
 
     def _update(self) -> None:
         """Run one update, and queue all extensions for this iteration."""
