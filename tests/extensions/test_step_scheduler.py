@@ -177,19 +177,20 @@ def test_the_state_of_another_scheduler_is_refused(other: Any, message: str) -> 
     StepScheduler(plateau(updater), "main/loss").load_state_dict(json.loads(json.dumps(saved)))
 
 
+@pytest.mark.parametrize("name", ["main", "other"])
 @pytest.mark.parametrize("owner", ["a function", "an extension", "the updater"])
-def test_a_scheduler_that_no_snapshot_holds_is_named(owner: str, tmp_path: Path) -> None:
+def test_a_scheduler_that_no_snapshot_holds_is_named(owner: str, name: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     updater = ls.ParallelUpdater(
         [(torch.ones(4, 2), torch.ones(4, 1))],
-        optimizer,
+        {name: optimizer},
         model,
         devices=["cpu"],
         num_shards=2,
         loss_fn=ls.supervised(torch.nn.functional.mse_loss),
-        scheduler=scheduler if owner == "the updater" else None,
+        scheduler={name: scheduler} if owner == "the updater" else None,
     )
     trainer = ls.Trainer(updater, (2, "update"), tmp_path)
     if owner == "an extension":
