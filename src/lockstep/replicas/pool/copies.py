@@ -28,7 +28,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lockstep.nest import attributes, listed
 from lockstep.replicas.pool.references import copy_references
-from lockstep.streams import restored_generators
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, restored_generators
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 ADDRESS: Final = (torch.Tensor.data_ptr,)
@@ -110,8 +110,9 @@ def copy_model(
     # Deepcopy would copy what a proxy refers to.
     memo.update((id(value), value) for value in held if type(value) in weakref.ProxyTypes)
     try:
-        # A `__deepcopy__` of yours may draw, and is called as often as there are devices.
-        with restored_generators():
+        # A `__deepcopy__` of yours may draw, and is called as often as there are devices. Shards of an updater in
+        # another thread may draw meanwhile.
+        with DEFAULT_GENERATOR_LOCK, restored_generators():
             copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
