@@ -451,9 +451,9 @@ class Caller:
 @pytest.mark.parametrize(
     ("action", "trigger", "named"),
     [
-        (len, Doubling, "Doubling remembers in next"),
+        (len, Doubling, "Doubling remembers in 'next'"),
         (len, Saving, ""),
-        (Caller(), Saving, "Caller remembers in calls"),
+        (Caller(), Saving, "Caller remembers in 'calls'"),
     ],
 )
 def test_what_no_state_holds_is_named(out: Path, action: Any, trigger: type[Doubling], named: str) -> None:

@@ -18,10 +18,12 @@ import torch
 
 from lockstep.arguments import misfit
 from lockstep.communicators import Communicator
-from lockstep.errors import DeterminismWarning, DisagreementError, StateError, few
+from lockstep.digest import checksum
+from lockstep.errors import DisagreementError, StateError
 from lockstep.nest import attributes
 from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
+from lockstep.updaters import UnsavedState
 
 WRITER = 300
 """The priority of extensions that add observed values, and must run before those that read them."""
@@ -302,32 +304,19 @@ BASES: Final = (Extension, Trigger, Stateful)
 """The classes of lockstep that have no attributes of their own."""
 
 
-class UnsavedAttributes:
-    """Notices what extensions and triggers of yours remember in attributes, where they have no state of their own.
+def unsaved_of(entries: Iterable[ExtensionEntry]) -> UnsavedState:
+    """Return a comparison of what extensions and triggers of yours remember, where they have no state of their own.
 
     Args:
         entries: The extensions at the start of a run, after they were initialized.
     """
-
-    def __init__(self, entries: Iterable[ExtensionEntry]) -> None:
-        parts = [part for each in entries for part in (each.extension, each.trigger)]
-        owners = [each.function if isinstance(each, FunctionExtension) else each for each in parts]
-        self._begun = [(each, _plain_attributes(each)) for each in owners if _has_no_state(each)]
-
-    def check(self) -> None:
-        """Warn once if such attributes have changed."""
-        for owner, before in self._begun:
-            names = [name for name, value in _plain_attributes(owner).items() if value != before.get(name)]
-            if names:
-                self._begun = []
-                warnings.warn(
-                    f"The saved state lacks what {type(owner).__name__} remembers in {few(names)}, which begins anew "
-                    "when the run is resumed. Override `state_dict` and `load_state_dict` in a subclass of "
-                    "lockstep.Extension or lockstep.triggers.Trigger. If it may begin anew, filter this warning.",
-                    DeterminismWarning,
-                    stacklevel=2,
-                )
-                return
+    parts = [part for each in entries for part in (each.extension, each.trigger)]
+    owners = [each.function if isinstance(each, FunctionExtension) else each for each in parts]
+    rest = (
+        "which begins anew when the run is resumed. Override `state_dict` and `load_state_dict` in a subclass of "
+        "lockstep.Extension or lockstep.triggers.Trigger. If it may begin anew, filter this warning."
+    )
+    return UnsavedState(filter(_has_no_state, owners), _plain_attributes, rest)
 
 
 def _has_no_state(owner: object) -> bool:
@@ -340,9 +329,10 @@ def _has_no_state(owner: object) -> bool:
 
 
 def _plain_attributes(owner: object) -> dict[str, str]:
-    """Return the numbers, texts and tensors in the attributes of an object, as text by name."""
-    kinds = (bool, int, float, str, torch.Tensor)
-    return {name: repr(value) for name, value in attributes(owner).items() if type(value) in kinds}
+    """Return the numbers and texts in the attributes of an object, and checksums of the tensors, by name."""
+    found = attributes(owner)
+    plain = {name: repr(value) for name, value in found.items() if type(value) in (bool, int, float, str)}
+    return plain | {name: f"{checksum(each.detach())}" for name, each in found.items() if type(each) is torch.Tensor}
 
 
 def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warn: bool) -> None:

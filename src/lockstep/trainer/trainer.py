@@ -27,10 +27,10 @@ from lockstep.trainer.extension import (
     Action,
     Extension,
     ExtensionEntry,
-    UnsavedAttributes,
     as_extension,
     check_extensions,
     check_same_on_ranks,
+    unsaved_of,
 )
 from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
 from lockstep.triggers import (
@@ -121,7 +121,7 @@ class Trainer(KnowsOthers):
         self._pending: deque[ExtensionEntry] = deque()
         self._due: ExtensionEntry | None = None
         self._initialized: list[ExtensionEntry] = []
-        self._begun, self._unsaved = False, UnsavedAttributes([])
+        self._begun, self._unsaved = False, unsaved_of([])
         self._elapsed = 0.0
         self._started: float | None = None
         self._stopped = False
@@ -472,7 +472,7 @@ class Trainer(KnowsOthers):
             spec = (self.fast_dev_run, "iteration")
         found = get_trigger(spec)
         others: dict[str, object] = {f"that of {name}": entry.trigger for name, entry in self._entries.items()}
-        others["that of `until`"] = vars(self.until).get("trigger")
+        others["that of `until`"] = getattr(self.until, "trigger", None)
         for whose, each in others.items():
             # The second of two callers would never see it fire.
             if each is found:
@@ -513,7 +513,7 @@ class Trainer(KnowsOthers):
                 if entry.call_before_training:
                     entry.extension.collect(self)
                     entry.extension(self)
-        self._begun, self._unsaved = True, UnsavedAttributes(self._order)
+        self._begun, self._unsaved = True, unsaved_of(self._order)
 
     def _update(self) -> None:
         """Run one update, and queue all extensions for this iteration."""

@@ -31,6 +31,7 @@ from lockstep.updaters.state.recipe_fields import (
     scheduler_fields as scheduler_fields,
 )
 from lockstep.updaters.state.savepoint import copy_state as copy_state
+from lockstep.updaters.state.unsaved import UnsavedState as UnsavedState
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.parts import (
     Computed as Computed,

@@ -21,7 +21,7 @@ from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup.names import Names
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.sharding import ShardedState
-from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists
+from lockstep.updaters.state.unsaved import UnsavedState, check_own_lists, of_optimizers
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class TrainingState:
     unsaved: UnsavedState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unsaved = UnsavedState(self.optimizers.values())
+        self.unsaved = of_optimizers(self.optimizers.values())
 
     def ensure_training_mode(self) -> None:
         """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.

@@ -1,11 +1,11 @@
-"""Notice what an optimizer remembers outside of its `state_dict`, which a resumed run does not get back."""
+"""Notice what optimizers and others remember outside of their state, which a resumed run does not get back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -14,42 +14,60 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning
 from lockstep.nest import tensors
 
+Owner = TypeVar("Owner")
+
 MOST_LEVELS: Final = 4
 """The number of containers at most around a value that is looked at."""
 
 
 class UnsavedState:
-    """Compares the attributes of optimizers that are neither PyTorch's nor lockstep's with those at the beginning.
+    """Compares what objects remember outside of their state with what they did at the beginning.
+
+    Args:
+        owners: The objects.
+        remembered: Returns for one of them what stands for the values that no state holds, by name.
+        rest: The end of the warning: what follows, and the cure.
+    """
+
+    def __init__(self, owners: Iterable[Owner], remembered: Callable[[Owner], Mapping[str, object]], rest: str) -> None:
+        self._begun: list[tuple[Any, Mapping[str, object]]] = [(each, remembered(each)) for each in owners]
+        self._remembered: Callable[[Any], Mapping[str, object]] = remembered
+        self._rest = rest
+
+    def check(self) -> None:
+        """Warn once if one of them has values that have changed and are not saved."""
+        for owner, before in self._begun:
+            names = [name for name, value in self._remembered(owner).items() if value != before.get(name)]
+            if names:
+                self._begun = []
+                warnings.warn(
+                    f"The saved state lacks what {type(owner).__name__} remembers in {', '.join(map(repr, names))}, "
+                    f"{self._rest}",
+                    DeterminismWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def of_optimizers(optimizers: Iterable[Optimizer]) -> UnsavedState:
+    """Return a comparison of the attributes of optimizers that are neither PyTorch's nor lockstep's.
 
     An optimizer with a `state_dict` of its own is expected to save what it needs.
 
     Args:
         optimizers: The optimizers.
     """
-
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._begun = [
-            (each, _remembered(each))
-            for each in optimizers
-            if type(each).state_dict is Optimizer.state_dict
-            and not type(each).__module__.startswith(("torch.", "lockstep."))
-        ]
-
-    def check(self) -> None:
-        """Warn once if an optimizer has numbers or tensors that have changed and are not saved."""
-        for optimizer, before in self._begun:
-            names = [name for name, value in _remembered(optimizer).items() if value != before.get(name)]
-            if names:
-                self._begun = []
-                kind, attributes = type(optimizer).__name__, ", ".join(map(repr, names))
-                warnings.warn(
-                    f"The saved state lacks what {kind} remembers in {attributes}, because its `state_dict` does not "
-                    "return it, so that a resumed run, or an update that is made again, may use other numbers. Keep "
-                    "it in `self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`.",
-                    DeterminismWarning,
-                    stacklevel=2,
-                )
-                return
+    others = [
+        each
+        for each in optimizers
+        if type(each).state_dict is Optimizer.state_dict
+        and not type(each).__module__.startswith(("torch.", "lockstep."))
+    ]
+    rest = (
+        "because its `state_dict` does not return it, so that a resumed run, or an update that is made again, may use "
+        "other numbers. Keep it in `self.state` or in `param_groups`, or override `state_dict` and `load_state_dict`."
+    )
+    return UnsavedState(others, _remembered, rest)
 
 
 def check_own_lists(optimizer: Optimizer) -> None:
