@@ -77,12 +77,18 @@ def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names in the code of a function and of the functions inside of it."""
-    yield from code.co_names
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield code and that of the functions and classes inside of it."""
+    yield code
     for constant in code.co_consts:
         if type(constant) is CodeType:
-            yield from names_in(constant)
+            yield from with_inner(constant)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names in the code of a function and of the functions inside of it."""
+    for each in with_inner(code):
+        yield from each.co_names
 
 
 def values_read(function: FunctionType, owner: object = None) -> Iterator[tuple[object, str, object]]:
@@ -95,11 +101,10 @@ def values_read(function: FunctionType, owner: object = None) -> Iterator[tuple[
     Yields:
         The object that is read from, or None for a variable; the name; and the value, which may be None for unknown.
     """
-    own, codes = function.__code__, [function.__code__]
+    own = function.__code__
     # The closure comes first, and a global variable may have the name of one of its variables.
     closure = {name: each for name, each in reversed([*of_function(function)]) if name in own.co_freevars}
-    for code in codes:
-        codes += [each for each in code.co_consts if type(each) is CodeType]
+    for code in with_inner(own):
         value: Any = None
         for each in get_instructions(code):
             # From Python 3.13 on, one instruction may load two variables, of which the last one is read from.
@@ -128,12 +133,13 @@ def compares_objects(code: CodeType) -> bool:
     Args:
         code: The code of a function.
     """
-    before: list[str] = []
-    for instruction in get_instructions(code):
-        if instruction.opname in ("IS_OP", "CONTAINS_OP") and not any("CONST" in each for each in before[-2:]):
-            return True
-        before.append(instruction.opname)
-    return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)
+    for part in with_inner(code):
+        before: list[str] = []
+        for instruction in get_instructions(part):
+            if instruction.opname in ("IS_OP", "CONTAINS_OP") and not any("CONST" in each for each in before[-2:]):
+                return True
+            before.append(instruction.opname)
+    return False
 
 
 MOST_FUNCTIONS: Final = 100

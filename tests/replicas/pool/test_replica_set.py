@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 
 import lockstep as ls
 from lockstep.replicas.pool.settings import SMALLEST_DENORMAL
+from lockstep.streams import DEFAULT_GENERATOR_LOCK
 from tests.support.small_updater import updater_of
 
 
@@ -318,6 +319,32 @@ def test_a_copy_with_parameters_of_its_own_is_refused(kind: type[nn.Linear]) -> 
         pytest.raises(TypeError, match=r"`model` must pass the memo .* whose copy has another '0\.weight'"),
     ):
         _ = group.replicas
+
+
+class Asking(nn.Linear):
+    """Asks, while it is copied, whether another thread could draw for its shards meanwhile."""
+
+    answers: ClassVar[list[bool]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Asking:
+        def ask() -> None:
+            could = DEFAULT_GENERATOR_LOCK.acquire(blocking=False)
+            self.answers.append(could)
+            if could:
+                DEFAULT_GENERATOR_LOCK.release()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return self
+
+
+def test_no_other_thread_draws_while_a_copy_restores_the_generators() -> None:
+    Asking.answers.clear()
+    # The copy has the parameters of the original, which is refused afterwards.
+    with ls.ReplicaGroup(nn.Sequential(Asking(2, 2)), ["cpu"]) as group, pytest.raises(TypeError, match="whose copy"):
+        _ = group.replicas
+    assert Asking.answers == [False]
 
 
 def test_a_closed_group_says_so() -> None:

@@ -19,7 +19,7 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, few
 from lockstep.nest import attributes, listed
 from lockstep.replicas import HOOK_NAMES
-from lockstep.updaters.detectors import OF_MODULES, called_functions, of_function, values_read
+from lockstep.updaters.detectors import OF_MODULES, called_functions, names_in, of_function, values_read, with_inner
 from lockstep.updaters.result import UpdateResult
 
 VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
@@ -213,9 +213,8 @@ def _used_code(loss_fn: Any, model: nn.Module, methods: Mapping[str, Sequence[Fu
     while left and len(found) < MOST_CODE:
         function = left.pop()
         if function.__code__ not in found:
-            found.update(_with_inner(function.__code__))
-            names = {name for code in _with_inner(function.__code__) for name in code.co_names}
-            left += [method for name in names for method in methods.get(name, ())]
+            found.update(with_inner(function.__code__))
+            left += [method for name in {*names_in(function.__code__)} for method in methods.get(name, ())]
             called = [each for _, value in of_function(function) for each in _functions_in(value)]
             left += [each for each in called if each.__module__.split(".")[0] not in LIBRARIES]
     return found
@@ -231,11 +230,3 @@ def _functions_in(value: Any) -> list[FunctionType]:
     if kind in (partial, cached_property):
         return _functions_in(value.func)
     return _functions_in(value.fget) if kind is property else []
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield code and that of the functions and classes inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if type(constant) is CodeType:
-            yield from _with_inner(constant)

@@ -477,7 +477,10 @@ class GradientEngine:
         reports: Sequence[Sequence[str | None]] = (),
         exchange: Exchange | None = None,
     ) -> bool:
-        """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
+        """Return whether an audit has found a wrong result, and the attempt is to be made once more.
+
+        If a forward has changed attributes of a replica on any rank, the next update is audited as well.
+        """
         if attempt.audit is None:
             return False
         compute = partial(self._again().elsewhere, attempt, attempt.audit, context)
