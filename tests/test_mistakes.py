@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils import data as torch_data
 
 import lockstep
+from lockstep.compat.nnabla import DynamicLossScalingUpdater
 from tests.support.mistakes import (
     DATA,
     DICTS,
@@ -574,6 +575,12 @@ EXTENSIONS = [
 ]
 
 OTHERS = [
+    row(
+        "LBFGS as a solver",
+        lambda: DynamicLossScalingUpdater(torch.optim.LBFGS(net().parameters()), lambda: torch.zeros(())),
+        "`solver` must have a step without arguments, got LBFGS",
+        "Pass it to a ParallelUpdater",
+    ),
     row("digest of a path", lambda: ls.digest("runs/x"), "got 'runs/x'", "lockstep snapshots PATH"),
     row("digest of a Path", lambda: ls.digest(Path("runs")), "Path('runs')", "lockstep snapshots PATH"),
     row("digest of a class", lambda: ls.digest(nn.Linear), "got the class Linear", "Pass the object"),

@@ -434,7 +434,17 @@ def ignoring(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores, y, ignore_index=0)
 
 
+def of_tokens(net: nn.Module, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Predict each next token from the one input, with labels that are shifted and padded, as in transformers."""
+    labels = functional.pad(tokens, (0, 1), value=-100)[:, 1:].flatten()
+    return functional.cross_entropy(net(x).repeat_interleave(tokens.shape[1], 0), labels)
+
+
 NO_MEANS: dict[str, tuple[Any, str]] = {
+    "padded tokens": (
+        lambda net, x, y: of_tokens(net, x, torch.stack([y, y, torch.where(y > 0, y, -100)], 1)),
+        "a mean weighted",
+    ),
     "reduction": (lambda net, x, y: functional.cross_entropy(net(x), y, reduction="sum"), "a sum"),
     "squares": (lambda net, x, _: net(x).square().sum(), "a sum"),
     "absolute": (lambda net, x, _: functional.l1_loss(net(x), net(x) + 1, reduction="sum"), "a sum"),
@@ -458,6 +468,7 @@ NO_MEANS: dict[str, tuple[Any, str]] = {
     ),
 }
 MEANS: dict[str, Any] = {
+    "shifted tokens": lambda net, x, y: of_tokens(net, x, torch.stack([y, y, y], 1)),
     "mean": lambda net, x, y: functional.cross_entropy(net(x), y),
     "means of columns": lambda net, x, _: net(x).square().mean(0).sum(),
     "as many tasks as samples": lambda net, x, _: torch.stack([net(x).square().mean()] * 3).sum(),

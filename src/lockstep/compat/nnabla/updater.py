@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.communicators import Communicator
 from lockstep.compat.nnabla.solvers import LAMB, SGDW
 from lockstep.optim import WeightDecay
-from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
+from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale, required_by_step
 from lockstep.state import check_keys
 
 SMALLEST_SCALE: Final = 2.0**-126
@@ -53,7 +53,7 @@ class DynamicLossScalingUpdater:
     All arguments are attributes that you can set between updates.
 
     Args:
-        solver: Any torch optimizer.
+        solver: Any torch optimizer whose step requires no argument, which excludes LBFGS.
         loss: A function that returns the loss of the data that `data_feeder` fed, as one element with a graph.
         data_feeder: A function that is called before each forward.
         scale: The loss scale, above 0.
@@ -76,7 +76,7 @@ class DynamicLossScalingUpdater:
             it, the largest power of two in float32.
 
     Raises:
-        ValueError: If a number for the scale is out of range.
+        ValueError: If a number for the scale is out of range, or the step of the solver requires an argument.
 
     References: nnabla 1.35.1, ``nnabla.experimental.mixed_precision_training``, for the interface. The arithmetic
     is that of `lockstep.LossScaler`.
@@ -106,6 +106,11 @@ class DynamicLossScalingUpdater:
     _counter: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for argument in required_by_step(self.solver):
+            raise ValueError(
+                f"`solver` must have a step without arguments, got {type(self.solver).__name__}, whose step requires "
+                f"{argument!r}. Pass it to a ParallelUpdater, which calls it with a closure."
+            )
         # Checks the numbers for the scale.
         self._policy()
 

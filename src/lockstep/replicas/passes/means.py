@@ -55,7 +55,7 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
         # On an accelerator the host would wait.
         if reduction == REDUCED_BY_MEAN and _name(term).startswith("NllLoss") and value.is_cpu:
             total, targets = term._saved_total_weight, term._saved_target  # noqa: SLF001 - autograd has no public names
-            if float(total) != targets.numel():
+            if float(total) != targets.numel() and not _lacks_last(term, num_samples):
                 return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
     return ""
 
@@ -80,6 +80,23 @@ def _selects(node: Any, num_samples: int) -> bool:
         return False
     counts = mask.reshape(num_samples, -1).sum(1)
     return bool(counts.min() != counts.max())
+
+
+def _lacks_last(node: Any, num_samples: int) -> bool:
+    """Return whether the last label of every sample is ignored and no other, as where a language model shifts labels.
+
+    Args:
+        node: The node of a cross entropy.
+        num_samples: The number of samples.
+    """
+    # Elsewhere equal numbers of labels in the samples of a shard say nothing about those of other shards.
+    targets = node._saved_target  # noqa: SLF001 - as above
+    if node._saved_weight is not None or targets.numel() % num_samples:  # noqa: SLF001 - as above
+        return False
+    # A negative label is saved as an unsigned number.
+    label = int.from_bytes(node._saved_ignore_index.to_bytes(8, "little"), "little", signed=True)  # noqa: SLF001 - as above
+    ignored = targets.view(num_samples, -1) == label
+    return bool(ignored[:, -1].all()) and not bool(ignored[:, :-1].any())
 
 
 def _name(node: Any) -> str:
