@@ -10,7 +10,7 @@ import torch
 
 import lockstep as ls
 from lockstep import Communicator, DisagreementError, LocalCommunicator
-from lockstep.communicators import Contribution
+from lockstep.communicators import Contribution, MessageTable
 from lockstep.tree import PartialSum, Tensors, total
 from tests.support.ranks import run_on_ranks
 
@@ -124,6 +124,22 @@ def _make_another_call(communicator: ls.Communicator) -> str:
     with pytest.raises(ls.DisagreementError, match="got another one on rank 1") as caught:
         communicator.exchange_json(1)
     return str(caught.value)
+
+
+def _exchange_something_else_than_an_update(communicator: ls.Communicator) -> list[int]:
+    table = MessageTable(2, body_bytes=2**16)
+    communicator.exchange_json("an update", table)
+    failed = []
+    for call in (communicator.exchange_json, communicator.gather_objects):
+        # The message of an update is longer, and the transport would end the process that expects another one.
+        with pytest.raises(ls.DisagreementError, match="got another one on rank") as caught:
+            communicator.exchange_json("an update", table) if communicator.rank else call("no update")
+        failed.append(caught.value.rank)
+    return failed
+
+
+def test_another_call_beside_an_update_is_named_on_both_ranks() -> None:
+    assert run_on_ranks(_exchange_something_else_than_an_update, 2) == [[1, 1], [0, 0]]
 
 
 def test_another_call_of_another_rank_is_named() -> None:

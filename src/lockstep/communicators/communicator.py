@@ -10,7 +10,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -25,6 +25,14 @@ from lockstep.tree import PartialSum, Tensors
 
 OnMismatch = Literal["broadcast", "refuse"]
 """What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
+
+OF_UPDATES: Final = b"u"
+"""The start of messages of updates, with which no other message begins."""
+PICKLED: Final = b"\x80"
+"""The start of every pickled object."""
+
+_COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
+_DECODER: Final = json.JSONDecoder()  # `json.loads` finds out the encoding first
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +202,12 @@ class Communicator(ABC):
                 sent, and the bodies of the other ranks are overwritten with theirs. None to send no body.
         """
 
-    def exchange_json(self, value: Any) -> list[Any]:
+    def exchange_json(self, value: Any, table: MessageTable | None = None) -> list[Any]:
         """Send a value that JSON can hold to every rank, and return the values of all ranks in order of ranks.
 
         Args:
             value: The value of this rank, such as numbers, text and lists of them.
+            table: As for `exchange`. Messages with a table, which are those of updates, are told from others.
 
         Raises:
             DisagreementError: If another rank has sent something else, because it has made another call.
@@ -207,17 +216,15 @@ class Communicator(ABC):
         >>> LocalCommunicator().exchange_json([1, "two"])
         [[1, 'two']]
         """
+        start = b"" if table is None else OF_UPDATES
+        messages = self.exchange(start + _COMPACT.encode(value).encode(), table)
+        _check_calls(messages, start)
         found = []
-        for rank, message in enumerate(self.exchange(json.dumps(value).encode())):
+        for rank, each in enumerate(messages):
             try:
-                found.append(json.loads(message))
+                found.append(_DECODER.decode(each[len(start) :].decode()))
             except ValueError as error:
-                raise DisagreementError(
-                    f"All processes must make the same calls in the same order, got another one on rank {rank}. "
-                    f"{IN_EVERY_PROCESS}",
-                    rank=rank,
-                    subject="the order of calls",
-                ) from error
+                raise _other_call(rank) from error
         return found
 
     @abstractmethod
@@ -299,8 +306,13 @@ class Communicator(ABC):
 
         Args:
             value: The object of this rank. It is pickled, so use this only between the processes of one run.
+
+        Raises:
+            DisagreementError: If another rank has sent something else, because it has made another call.
         """
-        return [pickle.loads(each) for each in self.exchange(pickle.dumps(value))]  # noqa: S301 - of the same run
+        messages = self.exchange(pickle.dumps(value))
+        _check_calls(messages, PICKLED)
+        return [pickle.loads(each) for each in messages]  # noqa: S301 - of the same run
 
     @abstractmethod
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
@@ -321,3 +333,18 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the communicator itself has opened. Calls after the first do nothing."""
+
+
+def _check_calls(messages: Sequence[bytes], start: bytes) -> None:
+    """Check that the messages of all ranks begin as those of one kind of call do."""
+    for rank, each in enumerate(messages):
+        if not each.startswith(start):
+            raise _other_call(rank)
+
+
+def _other_call(rank: int) -> DisagreementError:
+    return DisagreementError(
+        f"All processes must make the same calls in the same order, got another one on rank {rank}. {IN_EVERY_PROCESS}",
+        rank=rank,
+        subject="the order of calls",
+    )

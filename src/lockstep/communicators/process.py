@@ -81,6 +81,8 @@ class ProcessCommunicator(Communicator):
         self._wire = wire_format(compression)
         self._sizes = PlanSizes()
         self._connected = set[torch.device]()
+        self._body_bytes = 0
+        """The size of the bodies in the messages of updates, which all messages have."""
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which sums are computed beside backward. Each keeps memory, so there is one per device."""
 
@@ -117,7 +119,9 @@ class ProcessCommunicator(Communicator):
 
     def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
         """Send a message, and a body with it, to every rank; see `Communicator.exchange`."""
-        return exchange(self._channel, payload, table)
+        # The transport ends a process that gets longer messages than it expects, as by another call.
+        self._body_bytes = self._body_bytes if table is None else table.body_bytes
+        return exchange(self._channel, payload, table or MessageTable(self.size, self._body_bytes))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Sum tensors over ranks; see `Communicator.all_reduce`."""
@@ -171,7 +175,7 @@ class ProcessCommunicator(Communicator):
         if plan.body_bytes and wire is EXACT:
             small = SmallSum(self.rank, self.size, plan.body_bytes)
             small.pack(partials, contributions[self.rank], like)
-            self.exchange(b"", small.table)
+            exchange(self._channel, b"", small.table)
             return small.add_up(partials, contributions, like) or []
         ordered_sum = OrderedSum(self._channel, plan, like, wire=wire)
         for index in reversed(range(len(like))):

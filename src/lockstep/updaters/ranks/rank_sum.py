@@ -11,7 +11,6 @@ their gradients compute them again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,9 +37,6 @@ KEPT: Final = "kept"
 SENT: Final = "sent"
 SPOILED: Final = "spoiled"
 """What a rank did with its partial sums: it kept all of them, sent all of them, or neither."""
-
-_COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
-_DECODER: Final = json.JSONDecoder()  # `json.loads` finds out the encoding first
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +145,8 @@ class RankSum:
         predicted = self._prediction is not None
         # Before the message: a rank that has it may rely on all early sums being complete or abandoned. The bodies of
         # all messages have one length, even where a rank has nothing to add.
-        sent = _COMPACT.encode({**message, "early": self._end_prediction()}).encode()
-        replies = self._communicator.exchange(sent, self._small.table)
-        messages = [_DECODER.decode(each.decode()) for each in replies]
+        own = {**message, "early": self._end_prediction()}
+        messages: list[dict[str, Any]] = self._communicator.exchange_json(own, self._small.table)
         pending, self._pending = self._pending, None
         # Also where another rank has contributed zeros: the transfers must end before the next sum begins.
         self._summed = None if pending is None else pending.finish()
