@@ -381,7 +381,7 @@ class TestListsBesideTensors:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("size", [2, 4, 5, 8])  # of 8 samples, a shard has 4
 def test_a_list_with_as_many_tensors_as_samples_is_warned_of(kind: type, size: int) -> None:
     batch = (torch.randn(size, 3), kind([torch.randn(size, 2) for _ in range(4)]))
     model = nn.Linear(3, 2)

@@ -198,6 +198,12 @@ class ListRule:
         self._cut[name] = value, id(first)
         return True
 
+    def seen(self) -> ListRule:
+        """Return a copy for parts of batches that this rule has seen, of which it does not warn again."""
+        found = copy.deepcopy(self)
+        found._has_warned_of_list = True  # noqa: SLF001 - of this class
+        return found
+
     def check_tensors(self, parts: Iterable[Any], size: int) -> None:
         """Warn once of a list of tensors that may have one tensor per sample, because it has as many as samples.
 
@@ -343,7 +349,7 @@ class Conversion:
     def apart(self) -> Conversion:
         """Return a conversion that knows what this one knows of the batches, and whose use changes nothing here."""
         found = copy.copy(self)
-        found._lists = copy.deepcopy(self._lists)  # noqa: SLF001 - of this class
+        found._lists = self._lists.seen()  # noqa: SLF001 - of this class
         return found
 
     def keep_changes(
