@@ -232,7 +232,10 @@ class StateError(LockstepError, ValueError):
 
 
 class NonFiniteWarning(UserWarning):
-    """An update was skipped because its gradient was not finite. It is given once per updater."""
+    """An update was skipped because its gradient was not finite, or its loss is not finite although its gradient is.
+
+    It is given once per updater.
+    """
 
 
 class SnapshotError(LockstepError, RuntimeError):

@@ -44,9 +44,9 @@ def updater_of(kind: str, *, bad_weights: bool = False, bad: bool = True, **opti
         ls.BatchIterator(TensorDataset(x, torch.arange(len(x)) % 2), len(x) // EPOCH),
         torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused),
         model,
-        devices=["cpu"],
         num_shards=2,
         **{
+            "devices": ["cpu"],
             "loss_fn": ls.supervised(nn.functional.cross_entropy),
             "on_overflow": "skip" if fused else "retry",
             **options,
@@ -194,7 +194,8 @@ def test_an_extension_ends_the_run_at_the_first(kind: str, update: int, tmp_path
 
 def test_an_extension_finds_a_loss_whose_gradient_is_finite(tmp_path: Path) -> None:
     updater = updater_of("host", bad=False, loss_fn=lambda model, x, _: model(x).mean() + math.inf)
-    with pytest.raises(ls.NonFiniteError, match="`main/loss` is not finite"):
+    named = pytest.warns(ls.NonFiniteWarning, match="The loss of shard 0 is inf, but the gradient is finite")
+    with named, pytest.raises(ls.NonFiniteError, match="`main/loss` is not finite"):
         train(updater, 1, tmp_path, FailOnNonFinite())
 
 
@@ -237,3 +238,18 @@ def test_ranks_see_the_same(tmp_path: Path) -> None:
     alone = skipped_on_a_rank(str(tmp_path / "alone"))
     assert alone[2] == 1
     assert launch_on_ranks(skipped_on_a_rank, 2, str(tmp_path / "ranks")) == [alone] * 2
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_loss_that_is_not_finite_although_its_gradient_is_is_named_once(num_devices: int) -> None:
+    def loss_fn(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        # Positions of the whole batch, of which a shard of 6 samples has none.
+        return nn.functional.cross_entropy(net(x)[:6], y[:6]) + net(x)[6:].square().mean()
+
+    updater = updater_of("host", bad=False, loss_fn=loss_fn, devices=["cpu"] * num_devices)
+    with finalized(updater), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = [updater.update() for _ in range(3)]
+    assert all(each.applied and math.isnan(each.loss) for each in results)
+    (found,) = [str(each.message) for each in said if each.category is ls.NonFiniteWarning]
+    assert found.startswith("The loss of shard 0 is nan, but the gradient is finite")

@@ -6,7 +6,8 @@ Warnings of steps that a program makes beside those of the updater belong here, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq, methodcaller
@@ -41,7 +42,7 @@ from lockstep.updaters.step.checks import (
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OpenStream, OptimizerStep
 from lockstep.updaters.step.sharing import SharedStep
-from lockstep.updaters.step.skips import SkippedUpdates
+from lockstep.updaters.step.skips import SkippedUpdates, warn_of_losses
 
 COUNTS_EPOCHS: Final = ("new_epoch", "use_auto_new_epoch")
 """The method and the attribute of an optimizer that counts epochs, as those of lockstep do."""
@@ -399,23 +400,46 @@ class Committer:
         prepared, replicas = engine.prepared, engine.replicas
         num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
+        if attempt.gradient_context.at_start and attempt.overflow_check is FINITE:
+            warn_of_losses(attempt.reports)
         late_errors: list[BaseException] = []
         draws = partial(self.stream.opened, attempt)
-        for name in names:
-            error = self._steps[name].step(num_devices=num_devices, run=run, draws=draws, found_inf=found_inf)
-            if error is not None:
-                late_errors.append(error)
+        steps = [self._steps[name] for name in names]
+        with self._storing_buffers(attempt, steps) if prepared.buffer_refs else NO_STREAM:
+            for each in steps:
+                error = each.step(num_devices=num_devices, run=run, draws=draws, found_inf=found_inf)
+                if error is not None:
+                    late_errors.append(error)
         if self._clips:
-            norms = [self._steps[name].grad_norm for name in names]
-            attempt.grad_norm = _total_norm([norm for norm in norms if norm is not None])
-        # After the steps: an error before the weights move must leave the buffers as they are, too.
-        if prepared.buffer_refs:
-            self.store_buffers(attempt)
+            attempt.grad_norm = _total_norm([each.grad_norm for each in steps if each.grad_norm is not None])
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
         if self._training.schedulers:
             late_errors += self._step_schedulers(names, draws)
         return late_errors
+
+    @contextmanager
+    def _storing_buffers(self, attempt: Attempt, steps: Sequence[OptimizerStep]) -> Iterator[None]:
+        """Store the new buffers in the model around the steps; after an error they are those of before.
+
+        Args:
+            attempt: The attempt, whose buffers are stored.
+            steps: What runs within the ``with`` block.
+        """
+        if not any(each.runs_other_code for each in steps):
+            yield
+            self.store_buffers(attempt)
+            return
+        # A hook, or an optimizer of your own, that reads buffers finds those that the forward has left.
+        buffers = [ref.get() for ref in self._engine.prepared.buffer_refs]
+        before = [(each, each.clone()) for each in buffers if each is not None]
+        self.store_buffers(attempt)
+        try:
+            yield
+        except BaseException:
+            for buffer, value in before:
+                buffer.copy_(value)
+            raise
 
     def _step_schedulers(self, names: Names, draws: OpenStream) -> list[BaseException]:
         """Step the schedulers of optimizers that have moved weights.

@@ -54,6 +54,11 @@ class OptimizerStep:
         self.grad_norm: torch.Tensor | None = None
         self._in_parts = can_step_in_parts(self.optimizer)
 
+    @property
+    def runs_other_code(self) -> bool:
+        """Whether a step runs code of others than PyTorch and lockstep, which may read or draw anything."""
+        return not self._in_parts or bool(drawing_hooks(self.optimizer))
+
     def step(
         self, *, num_devices: int, run: RunOnDevices, draws: OpenStream, found_inf: torch.Tensor | None = None
     ) -> BaseException | None:

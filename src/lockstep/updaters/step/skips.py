@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +14,7 @@ from lockstep.errors import NonFiniteError, NonFiniteWarning
 from lockstep.metrics import read
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.deferred import DeferredCheck
-from lockstep.updaters.result import SkippedUpdate, UpdateResult
+from lockstep.updaters.result import ShardReport, SkippedUpdate, UpdateResult
 from lockstep.updaters.state.training import TrainingState
 
 HELD: Final = 512
@@ -182,3 +183,21 @@ class SkippedUpdates:
         alike = [each.check.flags for each in older if each.check.names == latest.check.names]
         merged = DeferredCheck(latest.check.names, torch.stack(alike).amax(0))
         self._unread.insert(0, UnreadCheck(older[0].first, latest.last, merged, latest.result))
+
+
+def warn_of_losses(reports: Iterable[ShardReport]) -> None:
+    """Warn of a shard whose loss is not finite although its gradient is, as of a mean over no elements.
+
+    Args:
+        reports: What the shards of an update measured that is about to be applied.
+    """
+    for each in reports:
+        if each.weight and not math.isfinite(loss := each.loss.item()):
+            warnings.warn(
+                f"The loss of shard {each.shard} is {loss:g}, but the gradient is finite and the update is applied. Is "
+                "it a mean over no elements? `loss_fn` gets the samples of one shard, and must not select some by "
+                "their positions in the batch or by its size. If it compares samples, use BatchLoss.",
+                NonFiniteWarning,
+                stacklevel=5,
+            )
+            return
