@@ -91,40 +91,6 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from each.co_names
 
 
-def values_read(function: FunctionType, owner: object = None) -> Iterator[tuple[object, str, object]]:
-    """Yield what a function reads by names alone, as in ``net.norm.running_mean``, and what it reads on the way.
-
-    Args:
-        function: The function, of which functions inside of it are a part.
-        owner: The object that a method belongs to.
-
-    Yields:
-        The object that is read from, or None for a variable; the name; and the value, which may be None for unknown.
-    """
-    own = function.__code__
-    # The closure comes first, and a global variable may have the name of one of its variables.
-    closure = {name: each for name, each in reversed([*of_function(function)]) if name in own.co_freevars}
-    for code in with_inner(own):
-        value: Any = None
-        for each in get_instructions(code):
-            # From Python 3.13 on, one instruction may load two variables, of which the last one is read from.
-            name = each.argval[-1] if type(each.argval) is tuple and each.argval else each.argval
-            holder = None
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                holder, held = value, {} if value is None else attributes(value)
-                if issubclass(type(value), nn.Module):
-                    held |= {**held.get("_buffers", {}), **held.get("_modules", {})}
-                value = held.get(name)
-            elif each.opname == "LOAD_GLOBAL":
-                value = function.__globals__.get(name)
-            elif each.opname == "LOAD_DEREF":
-                value = None if name in code.co_cellvars else closure.get(name)
-            elif each.opname != "EXTENDED_ARG":
-                is_owner = "LOAD_FAST" in each.opname and code is own and name in own.co_varnames[:1]
-                value = owner if is_owner else None
-            yield holder, name, value
-
-
 def compares_objects(code: CodeType) -> bool:
     """Return whether code, or that of a function inside of it, compares two objects by ``is`` or ``in``.
 

@@ -64,6 +64,8 @@ class GradientContext:
         inspected: The only shards of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
         options: The options of the optimizers before the shards run, by name, in the first updates.
+        original_reads: Receives what is read from the original model while the shards run, in the first updates, by the
+            ``id`` of the module and the name of the attribute, with the function that reads it.
         no_means: Receives what losses are that are no mean over samples, and nothing for others; None where nothing
             looks at them.
     """
@@ -89,6 +91,7 @@ class GradientContext:
     has_tensor_weights: bool = field(default=False, init=False)
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
     options: Mapping[str, str] = field(init=False)
+    original_reads: dict[tuple[int, str], str] = field(init=False)
     no_means: set[str] | None = field(default=None, init=False)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:

@@ -6,7 +6,7 @@ import inspect
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dis import get_instructions
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType
@@ -19,7 +19,7 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, few
 from lockstep.nest import attributes, listed
 from lockstep.replicas import HOOK_NAMES
-from lockstep.updaters.detectors import OF_MODULES, called_functions, names_in, of_function, values_read, with_inner
+from lockstep.updaters.detectors import OF_MODULES, called_functions, names_in, of_function, with_inner
 from lockstep.updaters.result import UpdateResult
 
 VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
@@ -84,27 +84,6 @@ def _summary(value: Any, levels: int = MOST_LEVELS) -> str:
         # A copy of a set may have another order.
         return repr(sorted(found) if base is set else found)
     return kind.__qualname__
-
-
-def check_no_original_attributes(loss_fn: Any, changed: Iterable[Changed]) -> None:
-    """Check that no function reads from the original model an attribute that a forward has changed in a replica.
-
-    Args:
-        loss_fn: The loss function.
-        changed: The attributes that a forward has changed.
-
-    Raises:
-        ValueError: If a function reads such an attribute by its name.
-    """
-    found = {(id(each.module), each.name) for each in changed}
-    for function in [each for each, _ in called_functions(loss_fn)] if found else []:
-        for holder, name, _ in values_read(function) if type(function) is FunctionType else ():
-            if (id(holder), name) in found:
-                raise ValueError(
-                    f"A function must read {name!r}, which a forward sets, from the replica that computes, got "
-                    f"{function.__qualname__!r} of `loss_fn`, which reads it from your original model, whose forward "
-                    "is never run. Read it from the argument of `loss_fn`."
-                )
 
 
 def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) -> None:

@@ -27,18 +27,14 @@ from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.compute.prepared_model import PreparedModel
-from lockstep.updaters.detectors import (
-    called_functions,
-    compares_objects,
-    references,
-    values_read,
-)
+from lockstep.updaters.detectors import called_functions, compares_objects, references
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
-from lockstep.updaters.step.attributes import changed_attributes, check_no_original_attributes, warn_of_reads
+from lockstep.updaters.step.attributes import changed_attributes, warn_of_reads
 from lockstep.updaters.step.fused import check_dense
+from lockstep.updaters.step.originals import check_original_reads
 
 
 def check_fit(
@@ -364,13 +360,12 @@ def check_first_shards(
                 "updates, or pass the scheduler as `scheduler`."
             )
     check_lookups(loss_fn, model)
-    check_no_original_buffers(loss_fn, prepared, attempt)
-    if context.at_start:
-        changed = changed_attributes(model, prepared.runners[0].replica)
-        check_no_original_attributes(loss_fn, changed)
-        if attempt.audit is not None:
-            attempt.audit.changes = bool(changed)
-            warn_of_reads(loss_fn, model, changed)
+    changed = changed_attributes(model, prepared.runners[0].replica) if context.at_start else []
+    left = [(each.module, each.name) for each in changed]
+    check_original_reads(loss_fn, context.original_reads, left, prepared, attempt)
+    if context.at_start and attempt.audit is not None:
+        attempt.audit.changes = bool(changed)
+        warn_of_reads(loss_fn, model, changed)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
@@ -424,38 +419,6 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
             containers.append([id(each) for each in found])
             containers += [[id(each) for each in held] for held in found if isinstance(held, list | tuple)]
     check_no_lookups(containers, model, "loss_fn")
-
-
-def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: Attempt) -> None:
-    """Check that a loss function, and functions that it calls, read no buffers of the original that shards change.
-
-    Args:
-        loss_fn: The loss function.
-        prepared: The model as it was run.
-        attempt: The attempt, whose shards are computed.
-
-    Raises:
-        ValueError: If one of them does, because only replicas have what the forward has just left there.
-    """
-    read = {
-        id(value)
-        for function, _ in called_functions(loss_fn)
-        if type(code := getattr(function, "__func__", function)) is FunctionType
-        for _, _, value in values_read(code, getattr(function, "__self__", None))
-    }
-    for index, ref in enumerate(prepared.buffer_refs):
-        start = ref.get()
-        if start is None or id(start) not in read:
-            continue
-        sums = [task.buffer_sum.resolve() for task in attempt.device_tasks]
-        # What a shard leaves that has no other is taken as it is where the host does not compare it.
-        left = [each.firsts[index] for each in sums if each.weights[index]]
-        if not all(each is not None and torch.equal(each.cpu(), start.cpu()) for each in left):
-            raise ValueError(
-                "`loss_fn` must read the buffers of the model that it is given, which is a replica, got one that reads "
-                f"{ref.path!r} of your original model, which has the value of the last update until this one is "
-                "applied. Read it from the argument of `loss_fn`, or return it from forward."
-            )
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:

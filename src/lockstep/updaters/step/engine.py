@@ -54,6 +54,7 @@ from lockstep.updaters.step.checks import (
     warn_of_no_means,
 )
 from lockstep.updaters.step.next_batches import NextBatches
+from lockstep.updaters.step.originals import noting_reads
 from lockstep.updaters.step.parts import compare_parts
 from lockstep.updaters.step.recomputation import Recomputation, one_at_a_time
 
@@ -224,7 +225,7 @@ class GradientEngine:
         )
         if update < self._checked_until:
             gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
-            gradients.options = options_of(self.training.optimizers, request.loss_fn)
+            gradients.options, gradients.original_reads = options_of(self.training.optimizers, request.loss_fn), {}
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
@@ -352,6 +353,7 @@ class GradientEngine:
             ValueError: If the loss cannot be used.
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
+        gradients = attempt.gradient_context
         if request.inspect_shard is None:
             self._remove_gradients(request.wanted)
         if self.ranks is not None:
@@ -364,7 +366,7 @@ class GradientEngine:
 
         if self._speeds is not None:
             self._speeds.start_computation()
-        untimed = partial(self._run_shards, prepared, device_tasks, attempt.gradient_context, request, shards_of)
+        untimed = partial(self._run_shards, prepared, device_tasks, gradients, request, shards_of)
         compute = self.clock.timed(untimed) if self.clock.num_users else untimed
         if attempt.audit is not None and attempt.audit.neighbours and not self.replicas.watches_all:
             # So that nothing is changed by chance before `side_by_side`. A device that waits would count as hung.
@@ -372,9 +374,12 @@ class GradientEngine:
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         checks = self.training.iteration == self._audited
         # Gradients of an attempt after an overflow may be sent meanwhile.
-        alone = checks and self.ranks is not None and attempt.gradient_context.early_send is None
+        alone = checks and self.ranks is not None and gradients.early_send is None
         with refusing_writes(self.replicas) if checks else NO_CONTEXT:
-            with refusing_collectives("`loss_fn` and the model", WHY_NOT_TO_SEND) if alone else NO_CONTEXT:
+            with (
+                refusing_collectives("`loss_fn` and the model", WHY_NOT_TO_SEND) if alone else NO_CONTEXT,
+                noting_reads(self.replicas.model, gradients.original_reads) if gradients.is_first else NO_CONTEXT,
+            ):
                 self.streams.run(
                     partial(self.replicas.run, compute, settings=context.settings),
                     seed=self.recipe.seed,

@@ -1,0 +1,105 @@
+"""Notice that code reads from the original model what a forward has just left in the replica that computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.compute.prepared_model import PreparedModel
+from lockstep.updaters.detectors import called_functions
+
+OWN = ("torch", "lockstep")
+"""The packages whose own reads are not those of a program."""
+
+
+@contextmanager
+def noting_reads(model: nn.Module, reads: dict[tuple[int, str], str]) -> Iterator[None]:
+    """Note which attributes of the modules of a model are read inside the ``with`` block, in any way and any thread.
+
+    Args:
+        model: The original model. Meanwhile its modules have classes that are derived from their own.
+        reads: Receives, by the ``id`` of the module and the name of the attribute, the function that has read it first.
+    """
+    kinds = [(module, type(module)) for module in model.modules()]
+    watched = {kind: _watched(kind, reads) for _, kind in kinds}
+    try:
+        for module, kind in kinds:
+            # A class that is not written in Python may not allow it.
+            with suppress(TypeError):
+                object.__setattr__(module, "__class__", watched[kind])
+        yield
+    finally:
+        for module, kind in kinds:
+            object.__setattr__(module, "__class__", kind)
+
+
+def _watched(kind: type, reads: dict[tuple[int, str], str]) -> type:
+    """Return a class like another one whose objects note what is read from them."""
+
+    class Watched:
+        def __init_subclass__(cls) -> None:
+            """Call no such method of the class, which may register its subclasses."""
+
+        def __getattribute__(self, name: str) -> Any:
+            reader = sys._getframe(1)  # noqa: SLF001 - public in spirit, and a hundredth of the time of `inspect`
+            if str(reader.f_globals.get("__name__")).partition(".")[0] not in OWN:
+                code = reader.f_code
+                reads.setdefault((id(self), name), getattr(code, "co_qualname", code.co_name))
+            return super().__getattribute__(name)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # By `type` itself, because a metaclass may register classes, too.
+    return type.__new__(type(kind), kind.__name__, (Watched, kind), names)
+
+
+def check_original_reads(
+    loss_fn: Any,
+    reads: Mapping[tuple[int, str], str],
+    changed: Collection[tuple[nn.Module, str]],
+    prepared: PreparedModel,
+    attempt: Attempt,
+) -> None:
+    """Check that nothing was read from the original model that the forward of a replica has changed.
+
+    Args:
+        loss_fn: The loss function.
+        reads: What was read from the original model while shards were computed; see `noting_reads`.
+        changed: The modules of the original, and the names of the plain attributes, that a forward has changed.
+        prepared: The model as it was run.
+        attempt: The attempt, whose shards are computed.
+
+    Raises:
+        ValueError: If such an attribute or buffer was read, because only replicas have what the forward has left there.
+    """
+    for module, name in changed:
+        if reader := reads.get((id(module), name)):
+            raise ValueError(
+                f"A function must read {name!r}, which a forward sets, from the replica that computes, got {reader!r}, "
+                "which reads it from your original model, whose forward is never run. Read it from the argument of "
+                "`loss_fn`."
+            )
+    holders = {
+        id(value): getattr(function, "__qualname__", type(function).__name__)
+        for function, held in called_functions(loss_fn)
+        for value in held
+    }
+    for index, ref in enumerate(prepared.buffer_refs):
+        start = ref.get()
+        reader = reads.get((id(ref.module), ref.name)) or holders.get(id(start))
+        if start is None or reader is None:
+            continue
+        sums = [task.buffer_sum.resolve() for task in attempt.device_tasks]
+        # What a shard leaves that has no other is taken as it is where the host does not compare it.
+        left = [each.firsts[index] for each in sums if each.weights[index]]
+        if not all(each is not None and torch.equal(each.cpu(), start.cpu()) for each in left):
+            raise ValueError(
+                f"`loss_fn` must read the buffers of the model that it is given, which is a replica, got {reader!r}, "
+                f"which reads {ref.path!r} of your original model, which has the value of the last update until this "
+                "one is applied. Read it from the argument of `loss_fn`, or return it from forward."
+            )
