@@ -114,6 +114,21 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(devices: int, reduce: Any, wha
     assert all(f"it returns {what}" in str(each.message) for each in said)
 
 
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(
+    ("reduce", "what"),
+    [(torch.sum, "a sum"), (torch.mean, ""), (lambda each: each.sum(1), ""), (lambda each: each.sum().detach(), "")],
+)
+def test_a_loss_inside_of_a_data_parallel_that_is_no_mean_is_warned_of(num_shards: int, reduce: Any, what: str) -> None:
+    parallel = ls.DataParallel(nn.Sequential(nn.Linear(4, 4), Reduced(reduce)), ["cpu"], num_shards=num_shards)
+    x = batch().requires_grad_()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        (parallel(x).sum() + x.sum()).backward()
+    assert len(said) == (num_shards > 1 and bool(what))
+    assert all(f"it returns {what} over them, so that" in str(each.message) for each in said)
+
+
 def test_batches_may_be_dicts() -> None:
     x, target = batch(), torch.arange(7) % 3
     found = []

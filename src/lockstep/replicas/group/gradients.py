@@ -9,7 +9,6 @@ backward to one gradient per output.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from torch import nn
 from lockstep import nest
 from lockstep.replicas.batch.input_gradients import GradMode, check_grad_mode
 from lockstep.replicas.batch.outputs import Outputs
-from lockstep.replicas.passes.means import why_no_mean
 from lockstep.replicas.passes.summing import apply_tensor_hooks
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
@@ -230,25 +228,6 @@ def _loss_gradient(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
             f"dimensions; got outputs of shapes {found}."
         )
     return [torch.ones_like(each) if index in scalars else None for index, each in enumerate(merged)]
-
-
-def warn_of_no_mean(outputs: Outputs, grads: Tensors) -> None:
-    """Warn if the loss that the model returned is seen to be no mean over samples, and the batch was split.
-
-    Args:
-        outputs: The outputs of the forward.
-        grads: The gradient of the loss, and None for all other outputs.
-    """
-    (index,) = (index for index, grad in enumerate(grads) if grad is not None)
-    shards = outputs.results if len(outputs.results) > 1 else []
-    found = {why_no_mean(each.tensors[index], len(each.shard.samples)) for each in shards}
-    for what in sorted(found - {""}):
-        warnings.warn(
-            "`output_grads` must be given unless the model returns the mean over its samples as the loss, but it "
-            f"returns {what} over them, so that the gradient depends on how the batch is split. Return one loss for "
-            "each sample, and pass their gradients: ones for the sum.",
-            stacklevel=3,
-        )
 
 
 def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:

@@ -18,11 +18,12 @@ from lockstep.replicas.batch.input_gradients import NO_GRADIENTS, GradMode, Inpu
 from lockstep.replicas.batch.inputs import BatchDim, Inputs, ShardInputs, check_dims
 from lockstep.replicas.buffers.buffer_refs import BufferRules, check_no_computed_buffers, trained_buffers
 from lockstep.replicas.group.bound_inputs import Description
-from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads, warn_of_no_mean
+from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
 from lockstep.replicas.group.parameters import share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward, shards_of_batch
+from lockstep.replicas.passes.means import warn_of_values_of_shards
 from lockstep.replicas.pool.copies import REQUIRES_GRAD
 from lockstep.replicas.pool.devices import Devices
 from lockstep.replicas.pool.interrupts import CallSigint
@@ -306,7 +307,12 @@ class ReplicaGroup(ReplicaSet):
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
         if output_grads is None and not self._has_checked_loss:
             self._has_checked_loss = True
-            warn_of_no_mean(forward.outputs, grads)
+            warn_of_values_of_shards(
+                forward.outputs,
+                grads,
+                "`output_grads` must be given unless the model returns the mean over its samples as the loss, but it",
+                "Return one loss for each sample, and pass their gradients: ones for the sum.",
+            )
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
         # An interrupt waits, so that either all gradients are stored or none.
         with CallSigint():

@@ -6,9 +6,13 @@ gradient then depends on the number of shards.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+
+from lockstep.replicas.batch.outputs import Outputs
 
 REDUCED_BY_SUM: Final = 2
 """The number by which PyTorch knows ``reduction="sum"``."""
@@ -58,6 +62,28 @@ def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
             if float(total) != targets.numel() and not _lacks_last(term, num_samples):
                 return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
     return ""
+
+
+def warn_of_values_of_shards(outputs: Outputs, grads: Sequence[torch.Tensor | None], rule: str, cure: str) -> None:
+    """Warn of outputs that are one value for a batch of several shards and are seen to be no mean over its samples.
+
+    Args:
+        outputs: The outputs of the forward, with their graphs.
+        grads: The gradient of each output, or None for one that takes no part in backward.
+        rule: The beginning of the warning, which ends before what the model returns.
+        cure: Its end, a sentence.
+    """
+    wanted = [
+        index
+        for index, (dim, grad) in enumerate(zip(outputs.dims, grads, strict=True))
+        if dim is None and grad is not None and len(outputs.results) > 1
+    ]
+    found = {why_no_mean(each.tensors[at], len(each.shard.samples)) for at in wanted for each in outputs.results}
+    for what in sorted(found - {""}):
+        warnings.warn(
+            f"{rule} returns {what} over them, so that the gradient depends on how the batch is split. {cure}",
+            stacklevel=3,
+        )
 
 
 def _selects(node: Any, num_samples: int) -> bool:
