@@ -339,6 +339,15 @@ def of_inputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (gradient * x).sum(1).mean()
 
 
+def test_a_batch_that_requires_a_gradient_is_refused_with_the_cure() -> None:
+    x = X.clone().requires_grad_()
+    with (
+        updater_of(nn.Linear(4, 3), x, num_shards=3, loss_fn=of_inputs) as updater,
+        pytest.raises(ValueError, match=r"a tensor of the batch, call requires_grad_\(\) on it in the loss function"),
+    ):
+        updater.update()
+
+
 def of_an_extractor() -> Any:
     extractor = nn.Linear(4, 4).eval()
     return lambda model, x: model(extractor(x)).square().mean()

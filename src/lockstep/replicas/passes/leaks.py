@@ -99,7 +99,8 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
             f"`{function}` must use no tensors that require a gradient besides the parameters of the model, got "
             f"{what}. To train it, make it a parameter of the model, or pass its module as one of several models, "
             'model={"net": net, "criterion": criterion}, with an optimizer for each; `loss_fn` is then given a dict of '
-            "them. If nothing trains it, call requires_grad_(False) on it."
+            "them. If nothing trains it, call requires_grad_(False) on it. Where the loss is computed of derivatives "
+            "by a tensor of the batch, call requires_grad_() on it in the loss function and not before."
         )
 
 
