@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.replicas.buffers.buffer_refs import BufferRule
 from tests.support.ranks import run_on_ranks
+from tests.support.runs import finalized
 from tests.support.small_updater import Changing, mean_of_output, updater_of
 
 
@@ -548,3 +549,40 @@ def test_values_that_shards_assign_to_a_buffer_that_is_none(num_shards: int, dev
         # Once for each device.
         assert bool(found) == remembers
         assert len(found) <= devices
+
+
+class Overlapping(nn.Linear):
+    """Has a buffer and a view of a part of it."""
+
+    table: torch.Tensor
+    part: torch.Tensor
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__(6, 4)
+        self.changes = changes
+        self.register_buffer("table", torch.ones(8))
+        self.register_buffer("part", self.table[:4])
+        self.register_buffer("rest", self.table[4:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            self.part.mul_(0.9)
+        return super().forward(x) * self.table[:4]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_buffers_that_share_memory_are_refused_if_they_change(changes: bool) -> None:
+    model = Overlapping(changes=changes)
+    updater = ls.ParallelUpdater(
+        [(torch.ones(4, 6), torch.ones(4, 4))],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        num_shards=1,
+        loss_fn=ls.supervised(nn.functional.mse_loss),
+    )
+    with finalized(updater):
+        if changes:
+            with pytest.raises(ValueError, match=r"share memory and that a forward changes, got '(table|part)' and"):
+                updater.update()
+        else:
+            assert updater.update().applied

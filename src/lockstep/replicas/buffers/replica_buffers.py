@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -224,10 +225,12 @@ def check_buffers(sums: Sequence[BufferSum], refs: Sequence[BufferRef], sizes: S
         sizes: The number of samples of each shard, to find buffers that count samples as well.
 
     Raises:
-        ValueError: If shards changed a buffer that has no mean to different values, or if the mean of a buffer would
-            count the samples of one shard.
+        ValueError: If shards changed a buffer that has no mean to different values, or one that shares memory with
+            another, or if the mean of a buffer would count the samples of one shard.
     """
     known = [each.resolve() for each in sums if sizes or each.is_known]
+    if sizes:
+        _check_apart(refs, [sum(each.weights[index] for each in known) > 0 for index in range(len(refs))])
     differing = {index for each in known for index, flag in enumerate(each.differing) if flag}
     for index, ref in enumerate(refs if len(known) > 1 else ()):
         found = [first.cpu() for each in known if (first := each.firsts[index]) is not None]
@@ -246,6 +249,31 @@ def check_buffers(sums: Sequence[BufferSum], refs: Sequence[BufferRef], sizes: S
         # A few roundings off, where the buffer does not begin with an integer.
         if expected.itemsize >= torch.float32.itemsize and torch.allclose(added, expected, rtol=1e-6, atol=0):
             raise rule_error(ref, "every shard adds its number of samples to it")
+
+
+def _check_apart(refs: Sequence[BufferRef], changed: Sequence[bool]) -> None:
+    """Check that no buffer that a shard has changed shares memory with another, because each is stored on its own.
+
+    Args:
+        refs: The buffers of the model.
+        changed: Whether a shard has changed each of them.
+
+    Raises:
+        ValueError: If one does.
+    """
+    places = []
+    for index, ref in enumerate(refs):
+        buffer = ref.get()
+        if buffer is not None and buffer.layout is torch.strided and buffer.is_contiguous() and buffer.nbytes:
+            places.append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, index))
+    places.sort()
+    for (_, end, one), (start, _, other) in pairwise(places):
+        if start < end and (changed[one] or changed[other]):
+            raise ValueError(
+                "`model` must hold no buffers that share memory and that a forward changes, got "
+                f"{refs[one].path!r} and {refs[other].path!r}. Register one of them, and take the other from it in "
+                "forward."
+            )
 
 
 def _is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRules) -> bool:
