@@ -26,7 +26,10 @@ from lockstep.updaters import (
     ShardResult,
     Updater,
     batch_size,
+    changed_attributes,
+    check_attributes_read,
     describe_error,
+    noting_reads,
     raise_error,
 )
 
@@ -168,8 +171,11 @@ class DataPass:
             replicas = self.runner.prepare()
             self.networks = list(map(self.runner.network_of, replicas))
             self.observers = [Observers({"": network}) for network in self.networks]
-            with evaluation_mode(self.runner.replicas.model, replicas):
-                yield
+            model, reads = self.runner.replicas.model, dict[tuple[int, str], str]()
+            with evaluation_mode(model, replicas):
+                with noting_reads(model, reads):
+                    yield
+                check_attributes_read(reads, changed_attributes(model, replicas[0]) if reads else ())
         except BaseException as error:
             # The others wait for a message, unless this error came from them.
             if self._communicator.size > 1 and not self._failed:

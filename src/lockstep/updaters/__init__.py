@@ -32,7 +32,12 @@ from lockstep.updaters.state.recipe_fields import (
 )
 from lockstep.updaters.state.savepoint import copy_state as copy_state
 from lockstep.updaters.state.unsaved import UnsavedState as UnsavedState
+from lockstep.updaters.step.attributes import changed_attributes as changed_attributes
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
+from lockstep.updaters.step.originals import (
+    check_attributes_read as check_attributes_read,
+    noting_reads as noting_reads,
+)
 from lockstep.updaters.step.parts import (
     Computed as Computed,
     find_no_means as find_no_means,

@@ -109,6 +109,23 @@ def test_reads_from_the_original_are_refused(case: str, num_devices: int) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Forward changes attributes:lockstep.DeterminismWarning")
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_an_evaluation_refuses_them_too(num_devices: int) -> None:
+    model = Wrapped()
+    updater = updater_of(model, lambda net, x: net(x).square().mean(), num_devices)
+    with finalized(updater):
+        updater.update()
+        for loss_fn, is_right in (Script(model).loss, False), (lambda net, x: net(x).mean() + net.net[1].term, True):
+            evaluator = ls.extensions.Evaluator([X], loss_fn=loss_fn)
+            if is_right:
+                assert evaluator.evaluate(model)
+            else:
+                with pytest.raises(ValueError, match="A function must read 'term', which a forward sets"):
+                    evaluator.evaluate(model)
+        assert updater.update().applied
+
+
+@pytest.mark.filterwarnings("ignore:Forward changes attributes:lockstep.DeterminismWarning")
 def test_reads_of_what_forward_leaves_alone_are_not_refused() -> None:
     model = Wrapped()
     updater = updater_of(model, lambda net, x: net(x).square().mean() * model.scale + net.net[1].term, 2)

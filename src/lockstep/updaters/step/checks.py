@@ -34,7 +34,7 @@ from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.attributes import changed_attributes, warn_of_reads
 from lockstep.updaters.step.fused import check_dense
-from lockstep.updaters.step.originals import check_original_reads
+from lockstep.updaters.step.originals import check_attributes_read, check_buffers_read
 
 
 def check_fit(
@@ -360,12 +360,13 @@ def check_first_shards(
                 "updates, or pass the scheduler as `scheduler`."
             )
     check_lookups(loss_fn, model)
-    changed = changed_attributes(model, prepared.runners[0].replica) if context.at_start else []
-    left = [(each.module, each.name) for each in changed]
-    check_original_reads(loss_fn, context.original_reads, left, prepared, attempt)
-    if context.at_start and attempt.audit is not None:
-        attempt.audit.changes = bool(changed)
-        warn_of_reads(loss_fn, model, changed)
+    check_buffers_read(loss_fn, context.original_reads, prepared, attempt)
+    if context.at_start:
+        changed = changed_attributes(model, prepared.runners[0].replica)
+        check_attributes_read(context.original_reads, changed)
+        if attempt.audit is not None:
+            attempt.audit.changes = bool(changed)
+            warn_of_reads(loss_fn, model, changed)
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -58,32 +58,39 @@ def _watched(kind: type, reads: dict[tuple[int, str], str]) -> type:
     return type.__new__(type(kind), kind.__name__, (Watched, kind), names)
 
 
-def check_original_reads(
-    loss_fn: Any,
-    reads: Mapping[tuple[int, str], str],
-    changed: Collection[tuple[nn.Module, str]],
-    prepared: PreparedModel,
-    attempt: Attempt,
-) -> None:
-    """Check that nothing was read from the original model that the forward of a replica has changed.
+def check_attributes_read(reads: Mapping[tuple[int, str], str], changed: Iterable[tuple[str, nn.Module, str]]) -> None:
+    """Check that no plain attribute was read from the original model that the forward of a replica has changed.
 
     Args:
-        loss_fn: The loss function.
         reads: What was read from the original model while shards were computed; see `noting_reads`.
-        changed: The modules of the original, and the names of the plain attributes, that a forward has changed.
+        changed: The attributes that a forward has changed; see `changed_attributes`.
+
+    Raises:
+        ValueError: If such an attribute was read, because only replicas have what the forward has left there.
+    """
+    for _, module, name in changed:
+        if reader := reads.get((id(module), name)):
+            raise ValueError(
+                f"A function must read {name!r}, which a forward sets, from the replica that computes, got {reader!r}, "
+                "which reads it from your original model, whose forward is never run. Read it from the model that is "
+                "given to the function."
+            )
+
+
+def check_buffers_read(
+    loss_fn: Any, reads: Mapping[tuple[int, str], str], prepared: PreparedModel, attempt: Attempt
+) -> None:
+    """Check that no buffer was read from the original model that the forward of a replica has changed.
+
+    Args:
+        loss_fn: The loss function, which may hold buffers, too.
+        reads: What was read from the original model while shards were computed; see `noting_reads`.
         prepared: The model as it was run.
         attempt: The attempt, whose shards are computed.
 
     Raises:
-        ValueError: If such an attribute or buffer was read, because only replicas have what the forward has left there.
+        ValueError: If such a buffer was read, because only replicas have what the forward has left there.
     """
-    for module, name in changed:
-        if reader := reads.get((id(module), name)):
-            raise ValueError(
-                f"A function must read {name!r}, which a forward sets, from the replica that computes, got {reader!r}, "
-                "which reads it from your original model, whose forward is never run. Read it from the argument of "
-                "`loss_fn`."
-            )
     holders = {
         id(value): getattr(function, "__qualname__", type(function).__name__)
         for function, held in called_functions(loss_fn)
