@@ -367,14 +367,14 @@ def _json(value: Any) -> str:
 
 
 def blocks_of(tensor: torch.Tensor, size: int = BLOCK) -> Iterator[memoryview]:
-    """Yield the bytes of the elements in row-major order and little endian, in blocks, of which there is at least one.
+    r"""Yield the bytes of the elements in row-major order and little endian, in blocks, of which there is at least one.
 
     Args:
         tensor: The tensor, on any device and in any layout.
         size: The bytes of a block; the last one may be shorter.
 
     >>> [bytes(block) for block in blocks_of(torch.tensor([1, 2, 256], dtype=torch.int16), size=4)]
-    [b'\\x01\\x00\\x02\\x00', b'\\x00\\x01']
+    [b'\x01\x00\x02\x00', b'\x00\x01']
     """
     tensor = tensor.detach()
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
