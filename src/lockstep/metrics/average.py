@@ -240,8 +240,8 @@ class IntervalMeans:
     """
 
     def __init__(self, *, last: Sequence[str], sums: Sequence[str]) -> None:
-        self._last = (frozenset(last), tuple(f"/{name}" for name in last))
-        self._sums = (frozenset(sums), tuple(f"/{name}" for name in sums))
+        self._last = tuple(f"/{name}" for name in last)
+        self._sums = tuple(f"/{name}" for name in sums)
         self._averages: dict[str, Average] = {}
 
     def update(self, observation: Mapping[str, Observed], names: Collection[str] | None = None) -> None:
@@ -251,19 +251,17 @@ class IntervalMeans:
             observation: The observed values by name.
             names: The names of the values to add; None for all.
         """
-        exact, suffixes = self._last
         for name, value in observation.items():
             if names is not None and name not in names:
                 continue
-            if name not in self._averages or name in exact or name.endswith(suffixes):
+            if name not in self._averages or f"/{name}".endswith(self._last):
                 self._averages[name] = Average()
             self._averages[name].update(value)
 
     def compute(self) -> dict[str, float]:
         """Return the result of each name, in the order in which the names appeared; synchronizes with devices."""
-        exact, suffixes = self._sums
         return {
-            name: average.total() if name in exact or name.endswith(suffixes) else average.compute()
+            name: average.total() if f"/{name}".endswith(self._sums) else average.compute()
             for name, average in self._averages.items()
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -224,11 +224,9 @@ def _on_cpu(returned: Any) -> Any:
 
 def _order(collected: list[ShardOutput], sizes: list[int]) -> torch.Tensor | None:
     """Return where each sample lies in the merged outputs; None if they are in order, as without strided shards."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
+    starts = list(accumulate(sizes, initial=0))
     positions = [starts[batch] + sample for (batch, _), samples, _ in collected for sample in samples]
-    if all(position == place for place, position in enumerate(positions)):
+    if positions == list(range(len(positions))):
         return None
     return torch.tensor(positions, device="cpu").argsort()
 
