@@ -165,7 +165,11 @@ class Prediction:
             ShardForward(Shard(index, batch, samples), [], returned, nest.tensors(returned), [], None)
             for index, ((batch, _), samples, returned) in enumerate(collected)
         ]
-        outputs = _check(lambda: read_outputs(forwards, sum(sizes), self.output_dim))
+        try:
+            outputs = read_outputs(forwards, sum(sizes), self.output_dim)
+        except (TypeError, ValueError) as error:
+            cure = "Pass output=lambda out: out.logits or the like to choose what is collected."
+            raise type(error)(f"{error} {cure}") from None
         for name, dim, *tensors in zip(outputs.names, outputs.dims, *(each.tensors for each in forwards), strict=True):
             shapes = {tuple(each.shape[:dim] + each.shape[dim + 1 :]) for each in tensors} if dim is not None else ()
             if len(shapes) > 1:
@@ -182,15 +186,6 @@ class Prediction:
                 # The only part itself, which may be the memory of an input or of a weight.
                 merged[index] = tensor.clone()
         return outputs.unflatten(merged)
-
-
-def _check(read: Callable[[], Any]) -> Any:
-    """Read the outputs, and add to an error how to choose what is collected."""
-    try:
-        return read()
-    except (TypeError, ValueError) as error:
-        cure = "Pass output=lambda out: out.logits or the like to choose what is collected."
-        raise type(error)(f"{error} {cure}") from None
 
 
 def _batches(dataset: Any, size: int, runner: InferenceRunner) -> Iterable[Any]:

@@ -16,10 +16,7 @@ from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, ParallelUpdater, Stopwatch
-
-MAIN: Final = "main"
-"""The name of the only model or optimizer, which is left out of the names of values."""
+from lockstep.updaters import MAIN, Clock, ParallelUpdater, Stopwatch
 
 
 class ObserveValue(Extension):
