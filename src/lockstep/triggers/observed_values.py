@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from lockstep.arguments import check_choice, check_number
@@ -138,8 +138,8 @@ class EarlyStopping(Trigger):
     _: KW_ONLY
     patience: int = 3
     mode: Literal["auto", "min", "max"] = "auto"
-    check_trigger: InitVar[TriggerSpec] = (1, "epoch")
-    max_trigger: InitVar[TriggerSpec] = (100, "epoch")
+    check_trigger: TriggerSpec = (1, "epoch")
+    max_trigger: TriggerSpec = (100, "epoch")
     min_delta: float = 0.0
     relative: bool = False
     stop_at: float | None = None
@@ -147,7 +147,7 @@ class EarlyStopping(Trigger):
     check_finite: bool = False
     min_epochs: float = 0
 
-    def __post_init__(self, check_trigger: TriggerSpec, max_trigger: TriggerSpec) -> None:
+    def __post_init__(self) -> None:
         check_number("patience", self.patience, least=1)
         check_choice("mode", self.mode, ("auto", "min", "max"))
         check_number("min_delta", self.min_delta, least=0)
@@ -157,8 +157,8 @@ class EarlyStopping(Trigger):
                 check_number(name, bound)
         if self.mode == "auto":
             self.mode = "max" if "accuracy" in self.monitor else "min"
-        self._check_trigger = get_trigger(check_trigger)
-        self._max_trigger = get_trigger(max_trigger)
+        self._check_trigger = get_trigger(self.check_trigger)
+        self._max_trigger = get_trigger(self.max_trigger)
         self._average = Average()
         self._best: float | None = None
         self._mean: float | None = None
