@@ -76,7 +76,6 @@ Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
 _END: Final = object()
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SourceCursor:
     """A position between two batches.

@@ -18,7 +18,6 @@ _SAMPLE_TAG: Final = 0x53414D504C4553
 _STORED_DATASETS: Final = frozenset({TensorDataset, torch.Tensor, list, tuple, str, range})
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SampleStreams:
     """The random streams of some samples, each keyed by (seed, epoch, sample).
@@ -92,7 +91,6 @@ def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: S
     return samples
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class StreamedDataset:
     """A dataset whose keys are pairs (index, seed of the stream), so that workers need no other state.

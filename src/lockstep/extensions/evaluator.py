@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.arguments import check_integer, look_up
+from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.elsewhere import EVALUATOR, names_ours
 from lockstep.extensions.evaluation import Evaluation
@@ -252,10 +252,9 @@ def _check_carries_nothing(loss_fn: LossFunction | None) -> None:
         )
 
 
-def _check_metrics(metrics: object, loss_fn: object) -> None:
+def _check_metrics(metrics: Any, loss_fn: object) -> None:
     """Check that there is something to evaluate, and that every metric has the required methods."""
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"`metrics` must be a dict of metrics by name, got a {type(metrics).__name__}.")
+    check_instance("metrics", metrics, Mapping, "a dict of metrics by name")
     if not metrics and loss_fn is None:
         raise ValueError("`metrics` must hold at least one metric if there is no `loss_fn`, got none.")
     if "loss" in metrics and loss_fn is not None:

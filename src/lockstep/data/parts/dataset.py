@@ -359,7 +359,6 @@ class Parts:
         raise PartError(f"All {len(records)} records in {name} are bad.")
 
 
-@final
 class PartReader:
     """Reads samples of `Parts`, and keeps the blocks that are in use.
 
