@@ -377,8 +377,10 @@ def blocks_of(tensor: torch.Tensor, size: int = BLOCK) -> Iterator[memoryview]:
     [b'\x01\x00\x02\x00', b'\x00\x01']
     """
     tensor = tensor.detach()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    for piece in torch.split(dense.reshape(-1), size // dense.element_size()):
+    flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
+    count = size // flat.element_size()
+    for start in range(0, max(1, len(flat)), count):
+        piece = flat[start : start + count]
         # The memory of a view that is marked as conjugate or negative holds other numbers. A tensor of one element
         # counts as contiguous, whatever its strides are.
         whole = piece.resolve_conj().resolve_neg().cpu().contiguous().as_strided(piece.shape, (1,))

@@ -210,13 +210,12 @@ class Average(Stateful):
     def _sums(self) -> tuple[float, float]:
         """Return the sums of totals and of weights, including the held values."""
         # A value of weight 0 may be NaN, which would spoil the sum.
-        pairs = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
-        return _sum([self._total, *(total for total, _ in pairs)]), _sum(
-            [self._weight, *(weight for _, weight in pairs)]
-        )
+        held = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
+        totals, weights = zip((self._total, self._weight), *held, strict=True)
+        return _sum(totals), _sum(weights)
 
 
-def _sum(numbers: list[float]) -> float:
+def _sum(numbers: Sequence[float]) -> float:
     """Sum exactly and round once; infinities of both signs yield NaN, as in ordinary addition."""
     # `fsum` raises an error for infinities of both signs.
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
