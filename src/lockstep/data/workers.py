@@ -285,9 +285,7 @@ def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -
     """
     for batch, positions in requests:
         pending.append((batch, positions))
-        keys: Sequence[Any] = batch.indices
-        if batch.streams is not None:
-            keys = list(zip(keys, batch.streams.seeds(batch.indices), strict=True))
+        keys: Sequence[Any] = batch.indices if batch.streams is None else batch.streams.keys(batch.indices)
         for each in positions:
             yield [keys[position] for position in each]
 
