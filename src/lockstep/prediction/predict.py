@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, Final, TypeAlias
@@ -130,7 +131,7 @@ class Prediction:
         """Predict a dataset on the devices and ranks of a runner.
 
         Args:
-            runner: Runs the shards of this rank.
+            runner: Runs the shards of this rank, and is released at the end.
             dataset: The dataset or the batches.
             size: The number of samples per batch, at least 1, of a dataset.
 
@@ -146,7 +147,9 @@ class Prediction:
             output = data_pass.networks[place](*args, **kwargs)
             return output if self.output is None else self.output(output)
 
-        with data_pass.running():
+        with ExitStack() as stack:
+            stack.callback(runner.release)
+            stack.enter_context(data_pass.running())
             batches = _batches(dataset, size, runner)
             inputs = ModelInputs.of_forward(data_pass.networks[0].forward, self.target)
             for index, results in enumerate(data_pass.results(batches, compute, inputs.of_batch)):
@@ -304,7 +307,4 @@ def predict(
     runner = InferenceRunner.of_model(
         model, joined, num_shards=num_shards, devices=devices, precision=precision, converter=converter, seed=seed
     )
-    try:
-        return prediction.run(runner, dataset, batch_size)
-    finally:
-        runner.release()
+    return prediction.run(runner, dataset, batch_size)

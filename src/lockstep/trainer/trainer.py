@@ -455,10 +455,7 @@ class Trainer(KnowsOthers):
         check_integer("num_shards", num_shards, minimum=1)
         look_up(model_name, self.updater.get_all_models(), "model_name")
         runner = runner_of(self.updater, num_shards=num_shards, model_name=model_name)
-        try:
-            return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
-        finally:
-            runner.release()
+        return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
 
     def _trigger_for(self, extension: Extension, trigger: TriggerSpec) -> Trigger:
         """Return the trigger of a new extension: the given one, or its own, or in a trial the end of the run."""
