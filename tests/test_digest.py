@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import lockstep as ls
-from lockstep.digest import PIECE, Entry, _pieces, combine, entries, little_endian, tensor_digest
+from lockstep.digest import BLOCK, Entry, blocks_of, combine, entries, join_blocks, little_endian, tensor_digest
 
 
 class Colour(enum.IntEnum):
@@ -266,8 +266,8 @@ def test_another_program_finds_the_same_digest() -> None:
     assert combine(entries(*states)) == ls.digest(model, optimizer, *states[2:])
 
 
-def test_large_tensors_are_copied_piece_by_piece() -> None:
-    numbers = torch.arange(3 * PIECE // 8, dtype=torch.int32).reshape(6, -1, 4)
+def test_large_tensors_are_copied_block_by_block() -> None:
+    numbers = torch.arange(3 * BLOCK // 8, dtype=torch.int32).reshape(6, -1, 4)
     one_row = numbers.reshape(1, 2, -1).transpose(1, 2)
     for tensor in (
         numbers.transpose(0, 1),
@@ -276,12 +276,15 @@ def test_large_tensors_are_copied_piece_by_piece() -> None:
         numbers[:, ::2],
         numbers.reshape(-1)[1::2],
     ):
-        pieces = [piece.nbytes for piece in _pieces(tensor)]
-        assert max(pieces) <= PIECE
-        assert sum(pieces) == tensor.nbytes
-        assert tensor_digest(tensor) == hashlib.sha256(np.ascontiguousarray(tensor.numpy())).hexdigest()
-    whole = list(_pieces(numbers))
-    assert [piece.data_ptr() for piece in whole] == [numbers.data_ptr()]
+        blocks = [block.nbytes for block in blocks_of(tensor)]
+        assert max(blocks) <= BLOCK
+        assert sum(blocks) == tensor.nbytes
+        content = np.ascontiguousarray(tensor.numpy()).tobytes()
+        pieces = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+        assert tensor_digest(tensor) == join_blocks([hashlib.sha256(piece).hexdigest() for piece in pieces])
+    # Not copied where they can be read in place.
+    places = [np.frombuffer(block, np.uint8).ctypes.data - numbers.data_ptr() for block in blocks_of(numbers)]
+    assert places == [0, BLOCK]
 
 
 def test_numbers_of_a_big_endian_machine_are_turned_around() -> None:

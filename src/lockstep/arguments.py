@@ -102,7 +102,7 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
 
 
-def check_instance(name: str, value: object, kind: type | UnionType, called: str) -> None:
+def check_instance(name: str, value: object, kind: type | UnionType, called: str, remedy: str = "") -> None:
     """Check that an argument is an object of a class.
 
     >>> check_instance("path", 1.0, str | None, "a text or None")
@@ -114,12 +114,13 @@ def check_instance(name: str, value: object, kind: type | UnionType, called: str
         value: The value to check.
         kind: The class or classes.
         called: What the error calls them, with an article.
+        remedy: What to do about it, as a sentence.
 
     Raises:
         TypeError: If the value is none of theirs.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be {called}, got a {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be {called}, got a {type(value).__name__}. {remedy}".rstrip())
 
 
 def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:

@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 Path: TypeAlias = tuple[Any, ...]
 """The place of an entry: the index of the state it is in, then the keys and indices that lead to it."""
 
-PIECE: Final = 1 << 22
-"""Bytes that are copied at once if a tensor cannot be read in place."""
-
 BLOCK: Final = 16 << 20
-"""Bytes of a tensor that are hashed together, so that several threads or ranks can hash a large tensor."""
+"""Bytes of a tensor that are hashed together, so that several threads or ranks can hash a large tensor.
+
+If a tensor cannot be read in place, as many are copied at once.
+"""
 
 RULE: Final = "`states` must hold tensors, numbers, text and None"
 """The rule that errors about unsupported states begin with."""
@@ -101,7 +101,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
     Args:
         tensor: The tensor, on any device and in any layout. Elements that are not in order on the CPU are copied
-            there in pieces of at most 4 MiB.
+            there in pieces of at most 16 MiB.
 
     Returns:
         The digest as 64 hexadecimal digits.
@@ -116,18 +116,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         True
     """
     _check_readable(tensor, "")
-    hashes, sha, room = list[str](), hashlib.sha256(), BLOCK
-    for piece in _contents(tensor):
-        data = piece
-        while data:
-            sha.update(data[:room])
-            data, room = data[room:], max(0, room - len(data))
-            if not room:
-                hashes.append(sha.hexdigest())
-                sha, room = hashlib.sha256(), BLOCK
-    if room < BLOCK or not hashes:
-        hashes.append(sha.hexdigest())
-    return join_blocks(hashes)
+    return join_blocks([hashlib.sha256(block).hexdigest() for block in blocks_of(tensor)])
 
 
 def join_blocks(hashes: Sequence[str]) -> str:
@@ -211,8 +200,8 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
     """
     sha = hashlib.sha256()
     for tensor in tensors:
-        for data in _contents(tensor):
-            sha.update(data)
+        for block in blocks_of(tensor):
+            sha.update(block)
     return sha.digest()[:16]
 
 
@@ -377,25 +366,27 @@ def _json(value: Any) -> str:
     return int.__repr__(value) if kind is int else _ENCODER.encode(value)
 
 
-def _contents(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of the elements in row-major order and little endian, copying at most a piece at a time."""
+def blocks_of(tensor: torch.Tensor, size: int = BLOCK) -> Iterator[memoryview]:
+    r"""Yield the bytes of the elements in row-major order and little endian, in blocks, of which there is at least one.
+
+    Args:
+        tensor: The tensor, on any device and in any layout.
+        size: The bytes of a block; the last one may be shorter.
+
+    >>> [bytes(block) for block in blocks_of(torch.tensor([1, 2, 256], dtype=torch.int16), size=4)]
+    [b'\x01\x00\x02\x00', b'\x00\x01']
+    """
     tensor = tensor.detach()
-    for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
-        if piece.numel():
-            # As bytes, because NumPy has no arrays of bfloat16.
-            # A tensor of one element counts as contiguous, whatever its strides are.
-            yield piece.as_strided((piece.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    # The memory of a view that is marked as conjugate or negative holds other numbers.
-    flagged = tensor.is_conj() or tensor.is_neg() or sys.byteorder == "big"
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
-        yield tensor
-        return
-    for piece in torch.split(tensor.reshape(-1), PIECE // tensor.element_size()):
-        whole = piece.resolve_conj().resolve_neg().cpu().contiguous()
-        yield little_endian(whole) if sys.byteorder == "big" else whole
+    flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
+    count = size // flat.element_size()
+    for start in range(0, max(1, len(flat)), count):
+        piece = flat[start : start + count]
+        # The memory of a view that is marked as conjugate or negative holds other numbers. A tensor of one element
+        # counts as contiguous, whatever its strides are.
+        whole = piece.resolve_conj().resolve_neg().cpu().contiguous().as_strided(piece.shape, (1,))
+        # As bytes, because NumPy has no arrays of bfloat16.
+        data = little_endian(whole).reshape(-1) if sys.byteorder == "big" else whole.view(torch.uint8)
+        yield data.numpy().data
 
 
 def little_endian(tensor: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ MODULE_NAMES: Final = {
 
 
 def names_ours(ours: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a function whose errors about its arguments say what to write.
+    """Return a decorator for a function, or a dataclass, whose errors about its arguments say what to write.
 
     Args:
         ours: What to write for arguments of other libraries, as sentences by name.
@@ -212,6 +212,10 @@ def names_ours(ours: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]  # the constructor that Python wrote
+            return function
+
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:

@@ -80,7 +80,7 @@ def test_no_two_samples_epochs_or_seeds_share_a_stream() -> None:
     found = [sample[1:] for each in batches for sample in by_epoch_and_sample(each, 6).values()]
     assert len(set(found)) == len(found) == 5 * 36
     shards = {stream_seed(0, position) for position in range(36)}
-    assert shards.isdisjoint(SampleStreams(0, 9, range(36)).seeds([*range(9)] * 4))
+    assert shards.isdisjoint(seed for _, seed in SampleStreams(0, 9, range(36)).keys([*range(9)] * 4))
 
 
 def test_items_slices_and_iteration_agree() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lockstep._version import __version__
 from lockstep.cli import compare, doctor, export, report, run, snapshots, verify
-from lockstep.errors import SnapshotError
+from lockstep.errors import SideFileError, SnapshotError
 
 COMMANDS = (run, snapshots, compare, report, doctor, verify, export)
 """The modules of the commands. Each adds its parser, and sets `call` to a function from options to exit code."""
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{name}: {passed[0]} is passed to the script; options of {name} come before the script.\n")
     try:
         exit_code: int = options.call(options)
-    except SnapshotError as error:
-        sys.stderr.write(f"lockstep: {error}\n")
+    except (SideFileError, SnapshotError) as error:
+        sys.stderr.write(f"{options.parser.prog}: {error}\n")
         return 2
     return exit_code
 

@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import SideFileError
 from lockstep.snapshots import compare_runs
 
 HELP = "find where two runs differ"
@@ -25,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def call(options: argparse.Namespace) -> int:
     """Compare the runs, and return the exit code."""
-    try:
-        found = compare_runs(options.first, options.second)
-    except SideFileError as error:
-        sys.stderr.write(f"lockstep compare: {error}\n")
-        return 2
+    found = compare_runs(options.first, options.second)
     if not found.common:
         missing = "".join(
             f" There is no folder {each}." for each in (options.first, options.second) if not each.is_dir()

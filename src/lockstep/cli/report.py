@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import SideFileError
 from lockstep.html_report import LOG, read_run, render
 from lockstep.side_files import SideFile
 
@@ -31,16 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def call(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
     path = options.output.resolve() if options.output else options.run / "report.html"
-    try:
-        runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
-        for run in runs:
-            if run.is_empty():
-                missing = "" if run.path.is_dir() else " There is no such folder."
-                sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
-                return 1
-        SideFile(path.parent, path.name, required=True).replace(render(*runs).encode(errors="backslashreplace"))
-    except SideFileError as error:
-        sys.stderr.write(f"lockstep report: {error}\n")
-        return 1
+    runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
+    for run in runs:
+        if run.is_empty():
+            missing = "" if run.path.is_dir() else " There is no such folder."
+            sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
+            return 1
+    SideFile(path.parent, path.name, required=True).replace(render(*runs).encode(errors="backslashreplace"))
     sys.stdout.write(f"{options.output or path}\n")
     return 0

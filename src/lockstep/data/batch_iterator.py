@@ -188,8 +188,7 @@ class BatchIterator(Iterator):
         # `check_integer` takes longer than the comparison, and this runs in every update.
         if type(ahead) is not int or ahead < 0:
             check_integer("ahead", ahead, minimum=0)
-        loaded_from = None if self._supply is None else self._loaded_from
-        if loaded_from is not None and not loaded_from.same_as(DatasetState(self._dataset)):
+        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self._dataset)):
             # Workers were given a copy of the dataset as it was.
             self.finalize()
         while len(self._ahead) <= ahead:
@@ -267,7 +266,7 @@ class BatchIterator(Iterator):
         """Stop the workers and discard what they have loaded; reading a further batch starts them again."""
         # In this order, because an interrupt in between must not leave a supply that continues after batches that
         # were discarded.
-        supply, self._supply = self._supply, None
+        supply, self._supply, self._loaded_from = self._supply, None, None
         self._ahead.clear()
         if supply is not None:
             supply.close()
@@ -360,7 +359,7 @@ class BatchIterator(Iterator):
         for ahead, batch in enumerate(batches, number - self._num_advanced):
             size = len(batch)
             ranges = [range(size)] if self._wanted is None else self._wanted(ahead, size)
-            positions = sorted(position for each in ranges for position in each)
+            positions = sorted(chain(*ranges))
             if isinstance(self._dataset, Parts):
                 counts = {"num_sections": self._dataset.num_sections, "num_workers": self.num_workers}
                 yield batch, positions_by_worker(positions, size, **counts)
@@ -409,9 +408,7 @@ class BatchIterator(Iterator):
 
     def _first_order(self) -> Order:
         """Return the order of epoch 0."""
-        if self.order_sampler is None:
-            return self._seeded_order(0, self.seed)
-        return self._sampled_order(list(range(self._num_samples)), 0, self.order_sampler)
+        return self._next_order(Cursor(-1, 0, range(self._num_samples)))
 
     def _next_order(self, cursor: Cursor) -> Order:
         """Return the order of the epoch after that of a cursor."""
@@ -424,7 +421,8 @@ class BatchIterator(Iterator):
             )
         if self.order_sampler is None:
             return self._seeded_order(cursor.epoch + 1, self.seed)
-        return self._sampled_order(torch.as_tensor(cursor.order).tolist(), cursor.position, self.order_sampler)
+        order = self.order_sampler(torch.as_tensor(cursor.order).tolist(), cursor.position)
+        return self._checked_order(order, "order_sampler(order, position)")
 
     def _seeded_order(self, epoch: int, seed: int) -> Order:
         """Return the order of an epoch without an order sampler."""
@@ -436,10 +434,6 @@ class BatchIterator(Iterator):
         if self.shuffle:
             return shuffled_order(self._num_samples, seed=seed, epoch=epoch)
         return range(self._num_samples)
-
-    def _sampled_order(self, order: list[int], position: int, order_sampler: OrderSampler) -> torch.Tensor:
-        """Call the order sampler and check its result."""
-        return self._checked_order(order_sampler(order, position), "order_sampler(order, position)")
 
     def _checked_order(self, order: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
         """Return a copy of an order as a tensor, after checking its indices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -14,8 +14,6 @@ from lockstep.nest import rebuild
 from lockstep.precision import copy_to_device
 
 Device: TypeAlias = "torch.device | str | int | None"
-
-NO_SAMPLE: Final = "`samples` must hold at least one sample, got none."
 
 
 def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = None) -> Any:
@@ -74,23 +72,19 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     {'tokens': tensor([[ 1,  2,  3],
             [ 4, -1, -1]])}
     """
-    if not isinstance(samples, Samples):
-        if len(samples) == 0:
-            raise ValueError(NO_SAMPLE)
-        return _collate_field(samples, "", device, padding)
-    if not samples.indices:
-        raise ValueError(NO_SAMPLE)
-    if samples.fetched is not None:
-        # `fetch`, because some samples may have been left out of the loading in advance.
-        return _collate_field(samples.fetch(), "", device, padding)
-    dataset: Any = samples.dataset
-    indices = samples.indices
-    # Not `isinstance`: a subclass may transform the samples that it indexes.
-    while type(dataset) is Subset:
-        dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
-    if type(dataset) is TensorDataset:
-        return tuple([_copy_rows(tensor, indices, device) for tensor in dataset.tensors])
-    return _collate_field(samples.fetch(), "", device, padding)
+    if len(samples) == 0:
+        raise ValueError("`samples` must hold at least one sample, got none.")
+    if isinstance(samples, Samples):
+        dataset: Any = samples.dataset if samples.fetched is None else None
+        indices = samples.indices
+        # Not `isinstance`: a subclass may transform the samples that it indexes.
+        while type(dataset) is Subset:
+            dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
+        if type(dataset) is TensorDataset:
+            return tuple([_copy_rows(tensor, indices, device) for tensor in dataset.tensors])
+        # Some samples may have been left out of the loading in advance.
+        samples = samples.fetch()
+    return _collate_field(samples, "", device, padding)
 
 
 def _copy_rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> torch.Tensor:

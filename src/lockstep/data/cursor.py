@@ -72,30 +72,20 @@ def take_batch(
     >>> take_batch(Cursor(0, 3, range(5)), 4, last_batch="wrap", next_order=lambda cursor: cursor.order)
     ((3, 4, 0, 1), Cursor(epoch=1, position=2, order=range(0, 5)))
     """
-    if last_batch != "wrap":
-        return _take_within_epoch(cursor, batch_size, last_batch == "drop", next_order)
-    parts = []
-    missing = batch_size
-    # `>=`: an epoch that ends exactly with the batch is over. A loop, because a batch may span several epochs.
-    while missing >= len(cursor.order) - cursor.position:
+    parts, missing = list[Sequence[int]](), batch_size
+    # A batch may span several epochs.
+    while missing:
         parts.append(cursor.upcoming(missing))
         missing -= len(parts[-1])
-        cursor = Cursor(cursor.epoch + 1, 0, next_order(cursor))
-    if missing:
-        parts.append(cursor.upcoming(missing))
-        cursor = Cursor(cursor.epoch, cursor.position + missing, cursor.order)
+        position = cursor.position + len(parts[-1])
+        # An epoch that ends exactly with the batch is over.
+        if len(cursor.order) - position >= (batch_size if last_batch == "drop" else 1):
+            cursor = Cursor(cursor.epoch, position, cursor.order)
+        else:
+            cursor = Cursor(cursor.epoch + 1, 0, next_order(cursor))
+        if last_batch != "wrap":
+            break
     return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts)), cursor
-
-
-def _take_within_epoch(
-    cursor: Cursor, batch_size: int, drop: bool, next_order: Callable[[Cursor], Order]
-) -> tuple[Sequence[int], Cursor]:
-    """Return a batch that stays within its epoch; the epoch is over when no further batch fits."""
-    indices = cursor.upcoming(batch_size)
-    position = cursor.position + len(indices)
-    if len(cursor.order) - position >= (batch_size if drop else 1):
-        return indices, Cursor(cursor.epoch, position, cursor.order)
-    return indices, Cursor(cursor.epoch + 1, 0, next_order(cursor))
 
 
 def shuffled_order(num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:

@@ -76,7 +76,6 @@ Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
 _END: Final = object()
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SourceCursor:
     """A position between two batches.
@@ -198,9 +197,8 @@ class IterableBatches(Iterator):
         self._ahead: deque[tuple[Any, SourceCursor]] = deque()
         self._cursor = SourceCursor()
         self._stream: PythonIterator[Any] | None = None
-        # The batch that shows that an epoch goes on, and whether the last batch that was read may end one.
+        # The batch that shows that an epoch goes on.
         self._lookahead: list[Any] = []
-        self._may_end = False
         self._started = self._resumes = False
         self._broken = False
         self._early_error: Exception | None = None
@@ -304,10 +302,9 @@ class IterableBatches(Iterator):
         Raises:
             OrderError: If the source can be iterated over only once, and batches of it have been passed.
         """
-        if not self._can_go_to(SourceCursor()):
+        if not self._go_to(SourceCursor()):
             remedy = "Pass a function that returns the iterator."
             raise OrderError(f"`reset` must not follow a batch if `source` is an iterator. {remedy}")
-        self._go_to(SourceCursor())
         self._previous_epoch_detail, self._is_new_epoch = None, False
 
     def finalize(self) -> None:
@@ -336,11 +333,9 @@ class IterableBatches(Iterator):
                 iterated over only once and has been started; nothing has changed then.
         """
         check_keys(state_dict, self.state_dict(), of="IterableBatches")
-        cursor = self._saved_cursor(state_dict)
-        if not self._can_go_to(cursor):
+        if not self._go_to(self._saved_cursor(state_dict)):
             remedy = "Load the state right after creating the iterator."
             raise StateError(f"`source` is an iterator that has been started and cannot change position. {remedy}")
-        self._go_to(cursor)
         self._resumes = True
         self._load_last_advance(state_dict)
 
@@ -359,23 +354,18 @@ class IterableBatches(Iterator):
             raise StateError("`source` must have `load_state_dict`, because its own state was saved.")
         return SourceCursor(state["epoch"], state["position"], state["source"])
 
-    def _can_go_to(self, cursor: SourceCursor) -> bool:
-        """Return whether the source can continue at a cursor."""
-        if not self._one_shot or not self._started or cursor.state is not None:
-            return True
-        return (cursor.epoch, cursor.position) == (self._cursor.epoch, self._cursor.position)
-
-    def _go_to(self, cursor: SourceCursor) -> None:
-        """Move to a cursor, which must be the current one for a source that cannot be restarted."""
-        # The batches read in advance from such a source could not be read again.
-        stays = self._one_shot and self._started and cursor.state is None
-        if not stays:
+    def _go_to(self, cursor: SourceCursor) -> bool:
+        """Move to a cursor, and return whether the source can continue there; if not, nothing has changed."""
+        if self._one_shot and self._started and cursor.state is None:
+            # The batches read in advance from such a source could not be read again.
+            if (cursor.epoch, cursor.position) != (self._cursor.epoch, self._cursor.position):
+                return False
+        else:
             self._early_error = None
             self._ahead.clear()
             self._stop()
-            # It is not known if the state was saved after an error of the source.
-            self._may_end = self._num_batches is None and cursor.position > 0
         self._cursor = cursor
+        return True
 
     def _stop(self) -> None:
         """Drop the current iteration over the source."""
@@ -408,7 +398,6 @@ class IterableBatches(Iterator):
         if cursor.position == self._num_batches:
             cursor = self._following(cursor)
         self._ahead.append((batch, cursor))
-        self._may_end = self._num_batches is None
 
     def _following(self, cursor: SourceCursor) -> SourceCursor:
         """Read the batch after a cursor; return the cursor, or that of the next epoch if there is no such batch."""
@@ -424,11 +413,11 @@ class IterableBatches(Iterator):
 
     def _look_ahead(self) -> None:
         """Find out whether the last batch that was read has ended an epoch, by reading the next one."""
-        if not self._may_end:
+        # After a batch of a source without a length. A state may have been saved after an error of the source, too.
+        if self._num_batches is not None or self._lookahead or self._end.position == 0:
             return
         with self._reading():
             cursor = self._following(self._end)
-        self._may_end = False
         if self._ahead:
             self._ahead[-1] = self._ahead[-1][0], cursor
         else:

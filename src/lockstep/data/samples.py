@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, final, overload, runtime_checkable
 
@@ -18,7 +18,6 @@ _SAMPLE_TAG: Final = 0x53414D504C4553
 _STORED_DATASETS: Final = frozenset({TensorDataset, torch.Tensor, list, tuple, str, range})
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SampleStreams:
     """The random streams of some samples, each keyed by (seed, epoch, sample).
@@ -46,17 +45,17 @@ class SampleStreams:
     def __getitem__(self, part: slice) -> SampleStreams:
         return replace(self, ordinals=self.ordinals[part])
 
-    def seeds(self, indices: Sequence[int]) -> list[int]:
-        """Return the seed of the stream of each sample.
+    def keys(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the index of each sample with the seed of its stream, as a `StreamedDataset` takes them.
 
         >>> streams = SampleStreams(0, 10, range(8, 12))
-        >>> streams.seeds([5, 6, 7, 8])[2:] == SampleStreams(0, 10, range(10, 12)).seeds([7, 8])
+        >>> streams.keys([5, 6, 7, 8])[2:] == SampleStreams(0, 10, range(10, 12)).keys([7, 8])
         True
         """
         seed = (self.seed << 64) + _SAMPLE_TAG
         # Keyed by the epoch and the index of the sample, and not by its position in the order.
         return [
-            stream_seed(seed, ordinal - ordinal % self.num_samples + index)
+            (index, stream_seed(seed, ordinal - ordinal % self.num_samples + index))
             for ordinal, index in zip(self.ordinals, indices, strict=True)
         ]
 
@@ -73,29 +72,9 @@ def draws_no_numbers(dataset: object) -> bool:
     return type(dataset) in _STORED_DATASETS
 
 
-def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-    """Load samples, each with the random stream of its seed, and restore the generators afterwards.
-
-    Args:
-        load: A function that returns the sample of an index.
-        indices: The indices of the samples.
-        seeds: The seeds of their streams, in 0..2³²-1.
-    """
-    # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
-    generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
-    samples = []
-    with restored_generators():
-        for index, seed in zip(indices, seeds, strict=True):
-            generator.manual_seed(seed)
-            seed_python_and_numpy(seed)
-            samples.append(load(index))
-    return samples
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class StreamedDataset:
-    """A dataset whose keys are pairs (index, seed of the stream), so that workers need no other state.
+    """A dataset whose keys are pairs (index, seed of the stream in 0..2³²-1), so that workers need no other state.
 
     Args:
         dataset: The dataset that loads a sample by its index.
@@ -104,11 +83,16 @@ class StreamedDataset:
     dataset: Any
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        """Load samples, each with its random stream."""
-        if not keys:
-            return []
-        indices, seeds = zip(*keys, strict=True)
-        return load_in_streams(self.dataset.__getitem__, indices, seeds)
+        """Load samples, each with its random stream, and restore the generators afterwards."""
+        # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
+        generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
+        samples = []
+        with restored_generators():
+            for index, seed in keys:
+                generator.manual_seed(seed)
+                seed_python_and_numpy(seed)
+                samples.append(self.dataset[index])
+        return samples
 
 
 NOT_FETCHED: Final = object()
@@ -218,8 +202,7 @@ class Samples(Sequence[Any]):
                 for position, sample in enumerate(self.fetched)
             ]
         if self.streams is not None:
-            seeds = self.streams.seeds(self.indices)
-            return load_in_streams(self.dataset.__getitem__, self.indices, seeds)
+            return StreamedDataset(self.dataset).__getitems__(self.streams.keys(self.indices))
         dataset: Any = self.dataset
         # A method of the class, and not one of another dataset that it passes on.
         if not hasattr(type(dataset), "__getitems__"):

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -173,7 +173,6 @@ MOST_OBJECTS: Final = 1000
 """The number of objects that are looked at most, so that a comparison takes far less time than loading a batch."""
 
 
-@final
 class DatasetState:
     """What the attributes of a dataset refer to at one moment.
 
@@ -286,9 +285,7 @@ def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -
     """
     for batch, positions in requests:
         pending.append((batch, positions))
-        keys: Sequence[Any] = batch.indices
-        if batch.streams is not None:
-            keys = list(zip(keys, batch.streams.seeds(batch.indices), strict=True))
+        keys: Sequence[Any] = batch.indices if batch.streams is None else batch.streams.keys(batch.indices)
         for each in positions:
             yield [keys[position] for position in each]
 

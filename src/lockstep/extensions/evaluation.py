@@ -241,27 +241,19 @@ class Evaluation:
 
     def _merged(self) -> tuple[dict[str, Mean | float], dict[str, Any]]:
         """Merge the reports and the metrics of all ranks."""
-        own: dict[str, Any] = {"has_loss": self._has_loss}
-        if not self._alone:
-            own["reports"] = nest.map_tensors(torch.Tensor.cpu, self._reports)
-        own["parts"] = {
-            name: metric.parts()
-            for name, metric in self.metrics.items()
-            # A single process has counted everything in the metric itself.
-            if not (self._alone and metric.rule == "count")
-        }
-        by_rank = self._pass.gather(own)
+        reports = self._reports if self._alone else nest.map_tensors(torch.Tensor.cpu, self._reports)
+        parts = {name: metric.parts() for name, metric in self.metrics.items()}
+        by_rank = self._pass.gather({"has_loss": self._has_loss, "reports": reports, "parts": parts})
         answers = set().union(*(each["has_loss"] for each in by_rank))
         if len(answers) > 1:
             raise TypeError(
                 "`loss_fn` must return a loss for every batch or for none, got None for some. Return the loss, or only "
                 "report values."
             )
-        if not self._alone:
-            everything = [entry for each in by_rank for entry in each["reports"]]
-            self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
-        for name in own["parts"]:
-            self.metrics[name].merge([each["parts"][name] for each in by_rank])
+        everything = [entry for each in by_rank for entry in each["reports"]]
+        self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
+        for name, metric in self.metrics.items():
+            metric.merge([each["parts"][name] for each in by_rank])
         return self._means(has_loss=True in answers), {name: metric.compute() for name, metric in self.metrics.items()}
 
     def _means(self, *, has_loss: bool) -> dict[str, Mean | float]:

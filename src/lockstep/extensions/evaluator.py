@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.arguments import check_integer, look_up
+from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.elsewhere import EVALUATOR, names_ours
 from lockstep.extensions.evaluation import Evaluation
@@ -27,10 +28,11 @@ from lockstep.metrics import (
 )
 from lockstep.prediction import check_one_pass, rewound, runner_of
 from lockstep.trainer import WRITER, Extension, Trainer
-from lockstep.triggers import TriggerSpec
 from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions
 
 
+@names_ours(EVALUATOR)
+@dataclass(eq=False, repr=False)
 class Evaluator(Extension):
     """Runs a model on one pass of an iterator and observes its metrics and its loss.
 
@@ -87,61 +89,47 @@ class Evaluator(Extension):
     Determinism: the bits depend on the batches, the model and the number of shards, and not on devices and ranks.
     """
 
-    trigger: TriggerSpec = (1, "epoch")
+    trigger = (1, "epoch")
     priority = WRITER
     acts_together = True
 
-    @names_ours(EVALUATOR)
-    def __init__(
-        self,
-        iterator: Iterable[Any],
-        metrics: Mapping[str, Metric] | nn.Module | None = None,
-        *,
-        loss_fn: LossFunction | None = None,
-        output: Callable[[Any], Any] | None = None,
-        model: nn.Module | None = None,
-        model_name: str = "main",
-        name: str = "validation",
-        converter: Converter | None = None,
-        target: str | None = None,
-        num_shards: int | None = None,
-        num_batches: int | None = None,
-    ) -> None:
-        _check_iterator(iterator)
-        check_functions(converter=converter, loss_fn=loss_fn)
-        _check_carries_nothing(loss_fn)
-        found = {} if metrics is None else {"": metrics} if is_collection(metrics) else metrics
-        _check_metrics(found, loss_fn)
-        check_one_pass(iterator, "iterator")
-        if num_shards is not None:
-            check_integer("num_shards", num_shards, minimum=1)
-        if num_batches is not None:
-            check_integer("num_batches", num_batches, minimum=1)
-        self.num_batches = num_batches
-        self.metrics: dict[str, Metric] = dict(cast("Mapping[str, Metric]", found))
-        self.iterator = iterator
-        self.loss_fn = loss_fn
-        self.output = output
-        self.model = model
-        self.model_name = model_name
-        self.converter = converter
-        self.target = getattr(loss_fn, "target", None) if target is None else target
-        self.num_shards = num_shards
+    iterator: Iterable[Any]
+    metrics: Mapping[str, Metric] | nn.Module | None = None
+    _: KW_ONLY
+    loss_fn: LossFunction | None = None
+    output: Callable[[Any], Any] | None = None
+    model: nn.Module | None = None
+    model_name: str = "main"
+    name: str = "validation"
+    converter: Converter | None = None
+    target: str | None = None
+    num_shards: int | None = None
+    num_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_iterator(self.iterator)
+        check_functions(converter=self.converter, loss_fn=self.loss_fn)
+        _check_carries_nothing(self.loss_fn)
+        given = self.metrics
+        found = {} if given is None else {"": given} if is_collection(given) else given
+        _check_metrics(found, self.loss_fn)
+        check_one_pass(self.iterator, "iterator")
+        if self.num_shards is not None:
+            check_integer("num_shards", self.num_shards, minimum=1)
+        if self.num_batches is not None:
+            check_integer("num_batches", self.num_batches, minimum=1)
+        metrics: dict[str, Metric] = dict(cast("Mapping[str, Metric]", found))
+        self.metrics = metrics
+        self.target = getattr(self.loss_fn, "target", None) if self.target is None else self.target
         self.results: dict[str, Any] = {}
         """The values of the last evaluation by name, as the metrics returned them."""
-        self._name = name
         self._shard_metrics = {
             name: TorchMetric(metric) if is_torchmetric(metric) else OwnMetric(metric)
-            for name, metric in self.metrics.items()
+            for name, metric in metrics.items()
         }
         self._own_runner: InferenceRunner | None = None
         self._warned: set[str] = set()
         self._compared = False
-
-    @property
-    def name(self) -> str:
-        """The name passed to the constructor."""
-        return self._name
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate the model, and observe the values."""
@@ -264,10 +252,9 @@ def _check_carries_nothing(loss_fn: LossFunction | None) -> None:
         )
 
 
-def _check_metrics(metrics: object, loss_fn: object) -> None:
+def _check_metrics(metrics: Any, loss_fn: object) -> None:
     """Check that there is something to evaluate, and that every metric has the required methods."""
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"`metrics` must be a dict of metrics by name, got a {type(metrics).__name__}.")
+    check_instance("metrics", metrics, Mapping, "a dict of metrics by name")
     if not metrics and loss_fn is None:
         raise ValueError("`metrics` must hold at least one metric if there is no `loss_fn`, got none.")
     if "loss" in metrics and loss_fn is not None:

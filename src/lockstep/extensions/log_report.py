@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ COUNTER_KEYS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
 """The keys at the start of every entry."""
 
 
+@dataclass(eq=False, repr=False)
 class LogReport(Extension):
     """Averages the observed values over an interval, and writes the means as one line of ``log.jsonl``.
 
@@ -65,24 +67,20 @@ class LogReport(Extension):
 
     acts_together = True
 
-    def __init__(
-        self,
-        keys: Sequence[str] | None = None,
-        trigger: TriggerSpec = (1, "epoch"),
-        filename: str = "log.jsonl",
-        *,
-        last: Sequence[str] = ("lr",),
-        sums: Sequence[str] = ("skipped",),
-        required: bool = False,
-    ) -> None:
-        self.keys = check_names("keys", keys)
-        self.trigger = trigger
-        self.filename = filename
-        self.last = check_names("last", last) or ()
-        self.sums = check_names("sums", sums) or ()
-        check_bool("required", required)
-        self.required = required
-        self._file = SideFile(Path(), filename, required=required)
+    keys: Sequence[str] | None = None
+    trigger: TriggerSpec = (1, "epoch")
+    filename: str = "log.jsonl"
+    _: KW_ONLY
+    last: Sequence[str] = ("lr",)
+    sums: Sequence[str] = ("skipped",)
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        self.keys = check_names("keys", self.keys)
+        self.last = check_names("last", self.last) or ()
+        self.sums = check_names("sums", self.sums) or ()
+        check_bool("required", self.required)
+        self._file = SideFile(Path(), self.filename, required=self.required)
         self._writes = False
         self.num_entries = 0
         self._last: LogEntry = {}

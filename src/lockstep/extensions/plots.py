@@ -7,6 +7,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,10 +70,10 @@ class Plot(Extension):
         ImportError: If matplotlib is not installed.
     """
 
-    def __init__(self, filename: str, trigger: TriggerSpec) -> None:
+    filename: str
+
+    def __post_init__(self) -> None:
         check_installed("matplotlib", extra="plot", user=type(self).__name__)
-        self.filename = filename
-        self.trigger = trigger
         self._next = 0.0
         self._inline: InlineImage | None = None
 
@@ -110,6 +111,7 @@ class Plot(Extension):
         self._next = end + (end - start) / MAX_TIME_FRACTION
 
 
+@dataclass(eq=False, repr=False)
 class PlotReport(Plot):
     """Plots the entries of a `LogReport` over epochs, as an image in the trainer's folder.
 
@@ -131,20 +133,17 @@ class PlotReport(Plot):
 
     priority = READER - 1
 
-    def __init__(
-        self,
-        keys: Sequence[str] | None = None,
-        filename: str = "curve.png",
-        *,
-        trigger: TriggerSpec = (1, "epoch"),
-        title: str | None = None,
-        log_report: str = "LogReport",
-    ) -> None:
-        super().__init__(filename, trigger)
-        self.keys = check_names("keys", keys)
+    keys: Sequence[str] | None = None
+    filename: str = "curve.png"
+    _: KW_ONLY
+    trigger: TriggerSpec = (1, "epoch")
+    title: str | None = None
+    log_report: str = "LogReport"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keys = check_names("keys", self.keys)
         self._unobserved = Unobserved("`keys` of PlotReport", self.keys)
-        self.title = title
-        self.log_report = log_report
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that there is a log."""
@@ -245,6 +244,7 @@ PERCENTILES: Final = (0.0, 0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87, 100.0)
 """The minimum, the median, the maximum, and those of a normal distribution at 1, 2 and 3 standard deviations."""
 
 
+@dataclass(eq=False, repr=False)
 class VariableStatisticsPlot(Plot):
     """Plots the mean, the standard deviation and percentiles of all elements of the parameters, and of the gradients.
 
@@ -274,26 +274,24 @@ class VariableStatisticsPlot(Plot):
 
     priority = WRITER
 
-    def __init__(
-        self,
-        parameters: Collection[str] | None = None,
-        *,
-        data: bool = True,
-        grads: bool = True,
-        percentiles: Sequence[float] = PERCENTILES,
-        filename: str = "statistics.png",
-        max_points: int = 1000,
-        trigger: TriggerSpec = (1, "epoch"),
-    ) -> None:
-        super().__init__(filename, trigger)
-        check_integer("max_points", max_points, minimum=2)
-        for each in percentiles:
+    parameters: Collection[str] | None = None
+    _: KW_ONLY
+    data: bool = True
+    grads: bool = True
+    percentiles: Sequence[float] = PERCENTILES
+    filename: str = "statistics.png"
+    max_points: int = 1000
+    trigger: TriggerSpec = (1, "epoch")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("max_points", self.max_points, minimum=2)
+        for each in self.percentiles:
             if not 0 <= each <= 100:  # noqa: PLR2004 - per cent
                 raise ValueError(f"`percentiles` must lie in 0..100, got {each}.")
-        self.parameters = None if parameters is None else frozenset(parameters)
-        self.kinds = [kind for kind, wanted in (("data", data), ("grad", grads)) if wanted]
-        self.percentiles = tuple(percentiles)
-        self.max_points = max_points
+        self.parameters = None if self.parameters is None else frozenset(self.parameters)
+        self.kinds = [kind for kind, wanted in (("data", self.data), ("grad", self.grads)) if wanted]
+        self.percentiles = tuple(self.percentiles)
         self.points: list[tuple[int, dict[str, list[float]]]] = []
         """The update of each point, and for ``"data"`` and ``"grad"`` the mean, the deviation and the percentiles."""
         self._num_calls = 0

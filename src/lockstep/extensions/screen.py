@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TextIO
 
 from tqdm import tqdm
@@ -22,6 +23,7 @@ MIN_COLUMN_WIDTH = 11
 """The smallest width of a column, in characters."""
 
 
+@dataclass(eq=False, repr=False)
 class PrintReport(Extension):
     """Prints a line for each entry of a `LogReport`, below a header.
 
@@ -39,17 +41,14 @@ class PrintReport(Extension):
     priority = READER - 1
     _saved = ("printed",)
 
-    def __init__(
-        self,
-        entries: Sequence[str] | None = None,
-        out: TextIO | None = None,
-        *,
-        log_report: str = "LogReport",
-    ) -> None:
-        self.entries = check_names("entries", entries)
+    entries: Sequence[str] | None = None
+    out: TextIO | None = None
+    _: KW_ONLY
+    log_report: str = "LogReport"
+
+    def __post_init__(self) -> None:
+        self.entries = check_names("entries", self.entries)
         self._unobserved = Unobserved("`entries` of PrintReport", self.entries)
-        self.out = out
-        self.log_report = log_report
         self._columns: tuple[str, ...] = ()
         self._known: tuple[str, ...] = ()
         self._left_out: set[str] = set()
@@ -78,7 +77,7 @@ class PrintReport(Extension):
 
     def _print(self, entry: LogEntry) -> None:
         """Print one entry, with a header if the columns have changed."""
-        columns = self.entries or self._fitting(_columns(self._known, entry))
+        columns = tuple(self.entries or ()) or self._fitting(_columns(self._known, entry))
         if columns != self._columns:
             self._columns = columns
             self._write("  ".join(f"{name:<{MIN_COLUMN_WIDTH}}" for name in columns))
@@ -150,6 +149,7 @@ REDRAW_INTERVAL = 0.1
 """The smallest number of seconds between two drawings of a bar."""
 
 
+@dataclass(eq=False, repr=False)
 class ProgressBar(Extension):
     """Displays the progress of the whole run: the epoch, the iteration, the loss, and the updates per second.
 
@@ -175,20 +175,16 @@ class ProgressBar(Extension):
 
     priority = READER - 2
 
-    def __init__(
-        self,
-        *,
-        show: bool | None = None,
-        out: TextIO | None = None,
-        values: Sequence[str] | None = None,
-        line_interval: float = 30.0,
-    ) -> None:
-        check_number("line_interval", line_interval, least=0)
-        self.show = show
-        self.out = out
-        self.values = check_names("values", values)
+    _: KW_ONLY
+    show: bool | None = None
+    out: TextIO | None = None
+    values: Sequence[str] | None = None
+    line_interval: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_number("line_interval", self.line_interval, least=0)
+        self.values = check_names("values", self.values)
         self._unobserved = Unobserved("`values` of ProgressBar", self.values)
-        self.line_interval = line_interval
         self._display: _Bar | _Lines | None = None
         self._unit: Unit = "iteration"
         self._start = (0, 0.0)

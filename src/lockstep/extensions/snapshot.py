@@ -9,6 +9,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
 
 from lockstep import snapshots
@@ -39,6 +40,8 @@ LAST: Final = -1_000_000
 Mode = Literal["max", "min"]
 
 
+@names_ours(SNAPSHOT)
+@dataclass(eq=False, repr=False)
 class Snapshot(Extension):
     """Writes the state of the run to ``snapshots`` in the trainer's folder, and at the end of the run once more.
 
@@ -76,25 +79,19 @@ class Snapshot(Extension):
     saves_run = True
     acts_together = True
 
-    @names_ours(SNAPSHOT)
-    def __init__(
-        self,
-        keep: int = 3,
-        best: str | None = None,
-        mode: Mode = "max",
-        per_machine: bool = False,
-        required: bool = False,
-        *,
-        trigger: TriggerSpec = (1, "epoch"),
-        digest_every: int | None = 1000,
-    ) -> None:
-        self._retention = snapshots.Retention(keep=keep, best=best, mode=mode)
-        if digest_every is not None:
-            check_integer("digest_every", digest_every, minimum=1)
-        self.keep, self.best, self.mode = keep, best, mode
-        self.per_machine, self.required = per_machine, required
-        self.trigger = trigger
-        self.digest_every = digest_every
+    keep: int = 3
+    best: str | None = None
+    mode: Mode = "max"
+    per_machine: bool = False
+    required: bool = False
+    _: KW_ONLY
+    trigger: TriggerSpec = (1, "epoch")
+    digest_every: int | None = 1000
+
+    def __post_init__(self) -> None:
+        self._retention = snapshots.Retention(keep=self.keep, best=self.best, mode=self.mode)
+        if self.digest_every is not None:
+            check_integer("digest_every", self.digest_every, minimum=1)
         self._writer: snapshots.SnapshotWriter | snapshots.Digester | None = None
         self._writes = False
         self._agreement: snapshots.Agreement | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from lockstep.html_report.log import Log, Series, as_json, thin
@@ -107,11 +108,9 @@ def _all_series(run: RunData) -> dict[str, Series]:
 def _rates(log: Log) -> Series:
     """Return the updates per second between the entries of a log."""
     rates = Series()
-    before: tuple[float, float] | None = None
-    for update, seconds in log.times.points():
-        if before is not None and seconds > before[1]:
-            rates.append(update, (update - before[0]) / (seconds - before[1]))
-        before = update, seconds
+    for (before, begin), (update, end) in pairwise(log.times.points()):
+        if end > begin:
+            rates.append(update, (update - before) / (end - begin))
     return rates
 
 

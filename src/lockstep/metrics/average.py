@@ -210,13 +210,12 @@ class Average(Stateful):
     def _sums(self) -> tuple[float, float]:
         """Return the sums of totals and of weights, including the held values."""
         # A value of weight 0 may be NaN, which would spoil the sum.
-        pairs = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
-        return _sum([self._total, *(total for total, _ in pairs)]), _sum(
-            [self._weight, *(weight for _, weight in pairs)]
-        )
+        held = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
+        totals, weights = zip((self._total, self._weight), *held, strict=True)
+        return _sum(totals), _sum(weights)
 
 
-def _sum(numbers: list[float]) -> float:
+def _sum(numbers: Sequence[float]) -> float:
     """Sum exactly and round once; infinities of both signs yield NaN, as in ordinary addition."""
     # `fsum` raises an error for infinities of both signs.
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
@@ -240,8 +239,8 @@ class IntervalMeans:
     """
 
     def __init__(self, *, last: Sequence[str], sums: Sequence[str]) -> None:
-        self._last = (frozenset(last), tuple(f"/{name}" for name in last))
-        self._sums = (frozenset(sums), tuple(f"/{name}" for name in sums))
+        self._last = tuple(f"/{name}" for name in last)
+        self._sums = tuple(f"/{name}" for name in sums)
         self._averages: dict[str, Average] = {}
 
     def update(self, observation: Mapping[str, Observed], names: Collection[str] | None = None) -> None:
@@ -251,19 +250,17 @@ class IntervalMeans:
             observation: The observed values by name.
             names: The names of the values to add; None for all.
         """
-        exact, suffixes = self._last
         for name, value in observation.items():
             if names is not None and name not in names:
                 continue
-            if name not in self._averages or name in exact or name.endswith(suffixes):
+            if name not in self._averages or f"/{name}".endswith(self._last):
                 self._averages[name] = Average()
             self._averages[name].update(value)
 
     def compute(self) -> dict[str, float]:
         """Return the result of each name, in the order in which the names appeared; synchronizes with devices."""
-        exact, suffixes = self._sums
         return {
-            name: average.total() if name in exact or name.endswith(suffixes) else average.compute()
+            name: average.total() if f"/{name}".endswith(self._sums) else average.compute()
             for name, average in self._averages.items()
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any, Final, SupportsFloat, TypeAlias
 
 import torch
@@ -50,7 +51,9 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, Observed]]:
         if value.numel() > MAX_NUMBERS:
             raise ValueError(f"it has {value.numel()} entries, which is more than {MAX_NUMBERS}")
         # As Python numbers, in one transfer instead of one per entry.
-        yield from _entries(name, value.detach().tolist())
+        numbers = value.detach().flatten().tolist()
+        for place, number in zip(product(*map(range, value.shape)), numbers, strict=True):
+            yield name + "".join(f"/class{index}" for index in place), number
     elif isinstance(value, Mean | int | float | torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -63,15 +66,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, Observed]]:
         yield from _numbers(name, torch.as_tensor(value))
     else:
         raise TypeError(f"it holds a {type(value).__name__}, which is not a number")
-
-
-def _entries(name: str, values: list[Any]) -> Iterator[tuple[str, Observed]]:
-    """Yield the entries of a tensor with their names."""
-    for index, value in enumerate(values):
-        if isinstance(value, list):
-            yield from _entries(f"{name}/class{index}", value)
-        else:
-            yield f"{name}/class{index}", value
 
 
 _OMITTED_PARTS: Final = frozenset({"", "_orig_mod"})

@@ -264,10 +264,10 @@ def _rule_of(holders: Any) -> MergeRule:
             kind = _kind(reduction, default)
             if kind is None:
                 return "gather"
-            if kind == "sum" and default.is_floating_point():
+            if kind == "dim_zero_sum" and default.is_floating_point():
                 ordered = True
                 num_summed += default.numel()
-            ordered |= kind in {"cat", "list"}
+            ordered |= kind in {"dim_zero_cat", "list"}
     if num_summed > MAX_ORDERED:
         return "gather"
     return "order" if ordered else "count"
@@ -275,11 +275,10 @@ def _rule_of(holders: Any) -> MergeRule:
 
 def _kind(reduction: Any, default: Any) -> str | None:
     """Return the kind of a reduction, or None if states cannot be merged one after another."""
+    name = _name(reduction)
     if isinstance(default, list):
-        return "list" if reduction is None or _name(reduction) == "dim_zero_cat" else None
-    return {"dim_zero_sum": "sum", "dim_zero_max": "max", "dim_zero_min": "min", "dim_zero_cat": "cat"}.get(
-        _name(reduction)
-    )
+        return "list" if reduction is None or name == "dim_zero_cat" else None
+    return name if name in _MERGES else None
 
 
 def _name(function: Any) -> str:
@@ -299,9 +298,9 @@ def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 _MERGES: Final[Mapping[str | None, Callable[[Sequence[Any]], Any]]] = {
     # One after another, in the order and with the rounding of an accumulating loop.
-    "sum": partial(reduce, operator.add),
-    "max": lambda values: torch.stack(list(values)).amax(0),
-    "min": lambda values: torch.stack(list(values)).amin(0),
-    "cat": lambda values: torch.cat(list(values)),
+    "dim_zero_sum": partial(reduce, operator.add),
+    "dim_zero_max": lambda values: torch.stack(list(values)).amax(0),
+    "dim_zero_min": lambda values: torch.stack(list(values)).amin(0),
+    "dim_zero_cat": lambda values: torch.cat(list(values)),
     "list": _concatenated,
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -130,7 +131,7 @@ class Prediction:
         """Predict a dataset on the devices and ranks of a runner.
 
         Args:
-            runner: Runs the shards of this rank.
+            runner: Runs the shards of this rank, and is released at the end.
             dataset: The dataset or the batches.
             size: The number of samples per batch, at least 1, of a dataset.
 
@@ -146,7 +147,9 @@ class Prediction:
             output = data_pass.networks[place](*args, **kwargs)
             return output if self.output is None else self.output(output)
 
-        with data_pass.running():
+        with ExitStack() as stack:
+            stack.callback(runner.release)
+            stack.enter_context(data_pass.running())
             batches = _batches(dataset, size, runner)
             inputs = ModelInputs.of_forward(data_pass.networks[0].forward, self.target)
             for index, results in enumerate(data_pass.results(batches, compute, inputs.of_batch)):
@@ -165,7 +168,11 @@ class Prediction:
             ShardForward(Shard(index, batch, samples), [], returned, nest.tensors(returned), [], None)
             for index, ((batch, _), samples, returned) in enumerate(collected)
         ]
-        outputs = _check(lambda: read_outputs(forwards, sum(sizes), self.output_dim))
+        try:
+            outputs = read_outputs(forwards, sum(sizes), self.output_dim)
+        except (TypeError, ValueError) as error:
+            cure = "Pass output=lambda out: out.logits or the like to choose what is collected."
+            raise type(error)(f"{error} {cure}") from None
         for name, dim, *tensors in zip(outputs.names, outputs.dims, *(each.tensors for each in forwards), strict=True):
             shapes = {tuple(each.shape[:dim] + each.shape[dim + 1 :]) for each in tensors} if dim is not None else ()
             if len(shapes) > 1:
@@ -182,15 +189,6 @@ class Prediction:
                 # The only part itself, which may be the memory of an input or of a weight.
                 merged[index] = tensor.clone()
         return outputs.unflatten(merged)
-
-
-def _check(read: Callable[[], Any]) -> Any:
-    """Read the outputs, and add to an error how to choose what is collected."""
-    try:
-        return read()
-    except (TypeError, ValueError) as error:
-        cure = "Pass output=lambda out: out.logits or the like to choose what is collected."
-        raise type(error)(f"{error} {cure}") from None
 
 
 def _batches(dataset: Any, size: int, runner: InferenceRunner) -> Iterable[Any]:
@@ -224,11 +222,9 @@ def _on_cpu(returned: Any) -> Any:
 
 def _order(collected: list[ShardOutput], sizes: list[int]) -> torch.Tensor | None:
     """Return where each sample lies in the merged outputs; None if they are in order, as without strided shards."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
+    starts = list(accumulate(sizes, initial=0))
     positions = [starts[batch] + sample for (batch, _), samples, _ in collected for sample in samples]
-    if all(position == place for place, position in enumerate(positions)):
+    if positions == list(range(len(positions))):
         return None
     return torch.tensor(positions, device="cpu").argsort()
 
@@ -311,7 +307,4 @@ def predict(
     runner = InferenceRunner.of_model(
         model, joined, num_shards=num_shards, devices=devices, precision=precision, converter=converter, seed=seed
     )
-    try:
-        return prediction.run(runner, dataset, batch_size)
-    finally:
-        runner.release()
+    return prediction.run(runner, dataset, batch_size)

@@ -18,12 +18,13 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from lockstep._version import __version__
+from lockstep.digest import blocks_of
 from lockstep.errors import SnapshotError
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, model_file
 from lockstep.snapshots.disk import Disk, create, remove, set_aside, write_file
 from lockstep.snapshots.manifest import FORMAT, PLAIN, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
-from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, file_order, header
 from lockstep.snapshots.tree import Leaf, encode
 
 PIECE: Final = 4 << 20
@@ -296,7 +297,7 @@ def _pieces(head: bytes, tensors: Mapping[str, torch.Tensor], described: Mapping
     """Yield the content of a file, and add the hashes of each tensor to what is described of it."""
     small = bytearray(head)
     for name, (_, _, hashes) in described.items():
-        for block in blocks_of(memory_of(swapped(tensors[name]))):
+        for block in blocks_of(tensors[name]):
             hashes.append(hashlib.sha256(block).hexdigest())
             if len(small) + len(block) > PIECE:
                 yield small

@@ -328,13 +328,16 @@ def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool, unknown:
             f"`updater` must have one model and one optimizer, each named {MAIN!r}, to load a foreign checkpoint, got "
             f"the models {list(state['models'])} and the optimizers {list(state['optimizers'])}."
         )
-    state["models"][MAIN] = _model(updater, state["models"][MAIN], parts["model"], found)
-    if parts["optimizer"] is not None:
-        _optimizer(updater, state, parts["optimizer"], found)
-    else:
-        found.missing.append("optimizer")
-    _scheduler(state, parts["scheduler"], found)
-    _scaler(state, parts["scaler"], found)
+    lacking = {"scheduler": MAIN not in state["schedulers"], "scaler": not SCALER.keys() <= state["loss_scale"].keys()}
+    for part, load in LOADERS.items():
+        # That of a scaler that is switched off is empty.
+        theirs = parts[part] if part != "scaler" else parts[part] or None
+        if theirs is not None and not lacking.get(part):
+            load(updater, state, theirs, found)
+        elif theirs is not None:
+            found.unknown.append(part)
+        elif not lacking.get(part):
+            found.missing.append(part)
     if updater.communicator.rank == 0:
         sys.stdout.write(f"{found}\n")
     if not (found.complete or partial):
@@ -346,10 +349,7 @@ def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool, unknown:
     return found
 
 
-def _model(updater: Updater, own: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> Any:
-    if theirs is None:
-        found.missing.append("model")
-        return own
+def _model(updater: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:
     model = updater.get_all_models()[MAIN]
     given = dict(theirs)
     tied: dict[int, list[str]] = {}
@@ -360,7 +360,7 @@ def _model(updater: Updater, own: dict[str, Any], theirs: Mapping[str, Any] | No
         there = next((name for name in names if name in given), None)
         if there is not None:
             given.update({name: given[there] for name in names if name not in given})
-    return match_tensors(own, given, found)
+    state["models"][MAIN] = match_tensors(state["models"][MAIN], given, found)
 
 
 def _optimizer(updater: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:
@@ -394,28 +394,25 @@ def _masters(updater: Updater, state: Mapping[str, Any], masters: Mapping[int, t
     return {index: weights[names[id(parameters[index])]].to(master.dtype) for index, master in masters.items()}
 
 
-def _scheduler(state: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> None:
-    own = state["schedulers"].get(MAIN)
-    if own is None or theirs is None:
-        found.missing += ["scheduler"] if own is not None else []
-        found.unknown += ["scheduler"] if theirs is not None else []
-        return
+def _scheduler(_: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:
+    own = state["schedulers"][MAIN]
     found.missing += [f"scheduler.{name}" for name in own.keys() - theirs.keys()]
     found.unknown += [f"scheduler.{name}" for name in theirs.keys() - own.keys()]
     state["schedulers"][MAIN] = {**own, **{name: value for name, value in theirs.items() if name in own}}
     found.loaded["scheduler"] = "scheduler"
 
 
-def _scaler(state: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> None:
-    own = state["loss_scale"]
-    moves = SCALER.keys() <= own.keys()
-    if not theirs:
-        found.missing += ["scaler"] if moves else []
-    elif moves and _is_scaler(theirs):
-        own.update({name: theirs[each] for name, each in SCALER.items()}, factor=float(theirs["scale"]))
-        found.loaded["scaler"] = "scaler"
-    else:
+def _scaler(_: Updater, state: dict[str, Any], theirs: Mapping[str, Any], found: Matches) -> None:
+    if not _is_scaler(theirs):
         found.unknown.append("scaler")
+        return
+    own = {name: theirs[each] for name, each in SCALER.items()}
+    state["loss_scale"].update(own, factor=float(theirs["scale"]))
+    found.loaded["scaler"] = "scaler"
+
+
+LOADERS: Final = {"model": _model, "optimizer": _optimizer, "scheduler": _scheduler, "scaler": _scaler}
+"""What loads each part of a checkpoint."""
 
 
 def _is_scaler(value: Any) -> bool:

@@ -13,14 +13,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lockstep.digest import BLOCK
+from lockstep.digest import BLOCK, blocks_of
 from lockstep.errors import SnapshotError, SnapshotWarning, printable
 from lockstep.program import PROGRAM
 from lockstep.side_files import DAMAGE, kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
 from lockstep.snapshots.disk import Disk, opened, read_file, set_aside, snapshots_in
 from lockstep.snapshots.manifest import DEPTH, MANIFEST_BYTES, Manifest, read_manifest
-from lockstep.snapshots.tensor_file import TensorInfo, blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.tensor_file import TensorInfo, file_order, header, memory_of, swapped
 from lockstep.snapshots.tree import decode
 
 _MARK_BYTES: Final = 1000
@@ -95,10 +95,9 @@ class Snapshot:
         """
         for file, named in self.manifest.files.items():
             for name, stored in named.items():
-                data = memory_of(swapped(self._files[file][name]))
                 # Format 1 has one hash for any size.
-                size = BLOCK if len(stored.hashes) > 1 else max(1, len(data))
-                for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
+                size = BLOCK if len(stored.hashes) > 1 else max(BLOCK, stored.bytes)
+                for block, expected in zip(blocks_of(self._files[file][name], size), stored.hashes, strict=True):
                     _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
 
     @cached_property

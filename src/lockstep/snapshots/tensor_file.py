@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -132,17 +132,3 @@ def swapped(tensor: torch.Tensor) -> torch.Tensor:
     if sys.byteorder == "little":
         return tensor
     return little_endian(tensor).view(-1).view(tensor.dtype).view(tensor.shape)
-
-
-def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
-    """Yield the blocks of which a manifest has hashes, at least one.
-
-    Args:
-        data: The bytes of a tensor.
-        size: The size of a block.
-
-    >>> [len(block) for block in blocks_of(memoryview(bytes(5)), size=2)], [*blocks_of(memoryview(b""))] != []
-    ([2, 2, 1], True)
-    """
-    for start in range(0, max(1, len(data)), size):
-        yield data[start : start + size]

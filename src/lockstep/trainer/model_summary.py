@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -78,21 +77,19 @@ def summarize_model(model: nn.Module) -> ModelSummary:
     total    0.0 MiB             16       16
     """
     check_instance("model", model, nn.Module, "a torch.nn.Module")
-    return ModelSummary(tuple(_rows(model)))
-
-
-def _rows(model: nn.Module) -> Iterator[SummaryRow]:
-    seen: set[torch.Tensor] = set()
+    rows, seen = list[SummaryRow](), set[torch.Tensor]()
     for name, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         # A tied tensor counts where it is first.
         own = [tensor for tensor in dict.fromkeys(tensors) if tensor not in seen and not is_lazy(tensor)]
         seen.update(own)
         parameters = [tensor for tensor in own if isinstance(tensor, nn.Parameter)]
-        yield SummaryRow(
+        row = SummaryRow(
             name=name,
             kind=type(module).__name__,
             parameters=sum(tensor.numel() for tensor in parameters),
             trained=sum(tensor.numel() for tensor in parameters if tensor.requires_grad),
             size=sum(tensor.numel() * tensor.element_size() for tensor in own),
         )
+        rows.append(row)
+    return ModelSummary(tuple(rows))

@@ -98,14 +98,9 @@ class Trainer(KnowsOthers):
         *,
         fast_dev_run: bool | int = False,
     ) -> None:
-        if not isinstance(updater, Updater):
-            raise TypeError(
-                f"`updater` must be a lockstep Updater, got a {type(updater).__name__}. Create one: "
-                "lockstep.ParallelUpdater(iterator, optimizer, model, loss_fn=...)."
-            )
-        if not isinstance(extensions, Iterable):
-            got = type(extensions).__name__
-            raise TypeError(f"`extensions` must be a list of extensions, got a {got}. Put it into a list.")
+        remedy = "Create one: lockstep.ParallelUpdater(iterator, optimizer, model, loss_fn=...)."
+        check_instance("updater", updater, Updater, "a lockstep Updater", remedy)
+        check_instance("extensions", extensions, Iterable, "a list of extensions", "Put it into a list.")
         check_instance("out", out, str | os.PathLike, "the path of a folder")
         self.updater = updater
         if not isinstance(fast_dev_run, bool):
@@ -460,10 +455,7 @@ class Trainer(KnowsOthers):
         check_integer("num_shards", num_shards, minimum=1)
         look_up(model_name, self.updater.get_all_models(), "model_name")
         runner = runner_of(self.updater, num_shards=num_shards, model_name=model_name)
-        try:
-            return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
-        finally:
-            runner.release()
+        return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
 
     def _trigger_for(self, extension: Extension, trigger: TriggerSpec) -> Trigger:
         """Return the trigger of a new extension: the given one, or its own, or in a trial the end of the run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from lockstep.arguments import check_choice, check_number
@@ -98,6 +99,7 @@ class MaxValue(BestValue):
         super().__init__(key, lambda best, new: new > best, trigger)
 
 
+@dataclass(eq=False, repr=False)
 class EarlyStopping(Trigger):
     """Fires when an observed value has not improved for several checks, or when a limit is reached.
 
@@ -132,39 +134,31 @@ class EarlyStopping(Trigger):
 
     _saved = ("best", "mean", "count", "average", "check_trigger", "max_trigger")
 
-    def __init__(
-        self,
-        monitor: str = "main/loss",
-        *,
-        patience: int = 3,
-        mode: Literal["auto", "min", "max"] = "auto",
-        check_trigger: TriggerSpec = (1, "epoch"),
-        max_trigger: TriggerSpec = (100, "epoch"),
-        min_delta: float = 0.0,
-        relative: bool = False,
-        stop_at: float | None = None,
-        diverge_at: float | None = None,
-        check_finite: bool = False,
-        min_epochs: float = 0,
-    ) -> None:
-        check_number("patience", patience, least=1)
-        check_choice("mode", mode, ("auto", "min", "max"))
-        check_number("min_delta", min_delta, least=0)
-        check_number("min_epochs", min_epochs, least=0)
-        for name, bound in {"stop_at": stop_at, "diverge_at": diverge_at}.items():
+    monitor: str = "main/loss"
+    _: KW_ONLY
+    patience: int = 3
+    mode: Literal["auto", "min", "max"] = "auto"
+    check_trigger: TriggerSpec = (1, "epoch")
+    max_trigger: TriggerSpec = (100, "epoch")
+    min_delta: float = 0.0
+    relative: bool = False
+    stop_at: float | None = None
+    diverge_at: float | None = None
+    check_finite: bool = False
+    min_epochs: float = 0
+
+    def __post_init__(self) -> None:
+        check_number("patience", self.patience, least=1)
+        check_choice("mode", self.mode, ("auto", "min", "max"))
+        check_number("min_delta", self.min_delta, least=0)
+        check_number("min_epochs", self.min_epochs, least=0)
+        for name, bound in {"stop_at": self.stop_at, "diverge_at": self.diverge_at}.items():
             if bound is not None:
                 check_number(name, bound)
-        self.monitor = monitor
-        self.patience = patience
-        self.mode = ("max" if "accuracy" in monitor else "min") if mode == "auto" else mode
-        self._check_trigger = get_trigger(check_trigger)
-        self._max_trigger = get_trigger(max_trigger)
-        self.min_delta = min_delta
-        self.relative = relative
-        self.stop_at = stop_at
-        self.diverge_at = diverge_at
-        self.check_finite = check_finite
-        self.min_epochs = min_epochs
+        if self.mode == "auto":
+            self.mode = "max" if "accuracy" in self.monitor else "min"
+        self._check_trigger = get_trigger(self.check_trigger)
+        self._max_trigger = get_trigger(self.max_trigger)
         self._average = Average()
         self._best: float | None = None
         self._mean: float | None = None

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, get_args
 
 from lockstep.arguments import check_choice, check_number
 from lockstep.state import check_keys
-from lockstep.triggers.trigger import Never, Progress, Trigger, Unit, num_completed, position, reached
+from lockstep.triggers.trigger import AnyOf, Never, Progress, Trigger, Unit, num_completed, position, reached
 
 
 class _Passing(Trigger):
@@ -289,7 +289,7 @@ class Until(Trigger):
         return self(progress)
 
 
-class Latch(Trigger):
+class Latch(AnyOf):
     """Calls another trigger at most once per iteration, and stays fired once that has fired.
 
     A run that has ended therefore stays ended, and a trigger that averages does not see the same observation
@@ -301,6 +301,7 @@ class Latch(Trigger):
     """
 
     def __init__(self, trigger: Trigger) -> None:
+        super().__init__(trigger)
         self.trigger = trigger
         self._fired = False
         self._loaded = False
@@ -321,24 +322,6 @@ class Latch(Trigger):
             self._fired = self.trigger(progress)
             self._asked_at = iteration
         return self._fired
-
-    def stays_fired(self, progress: Progress) -> bool:
-        """Return whether the other trigger stays fired."""
-        return self.trigger.stays_fired(progress)
-
-    def initialize(self, progress: Progress) -> None:
-        """Initialize the other trigger."""
-        self.trigger.initialize(progress)
-
-    @property
-    def limit(self) -> tuple[float, Unit] | None:
-        """The limit of the other trigger."""
-        return self.trigger.limit
-
-    @property
-    def finished(self) -> bool:
-        """Whether the other trigger can never fire again."""
-        return self.trigger.finished
 
     def state_dict(self) -> dict[str, object]:
         """Return whether it has fired, the iteration of its last call, and the state of the other trigger."""

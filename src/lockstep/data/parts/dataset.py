@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, Final, Literal, TypeAlias, final, get_args
@@ -176,6 +177,7 @@ LOG: Final = logging.getLogger("lockstep")
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Parts:
     """A dataset of files or streams, which a `BatchIterator` reads side by side in sections.
 
@@ -206,19 +208,18 @@ class Parts:
         ValueError: If there are no parts, or an argument is out of range.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        num_sections: int = 16,
-        transform: Callable[[Any], Any] | None = None,
-        on_bad_record: OnBadRecord = "raise",
-        slow_after: float = 30.0,
-    ) -> None:
-        check_integer("num_sections", num_sections, minimum=1)
-        if isinstance(parts, Part):
-            raise TypeError(f"`parts` must be a list of parts, got a {type(parts).__name__}. Put it into a list.")
-        self.parts = list(parts)
+    parts: Sequence[Part]
+    _: KW_ONLY
+    num_sections: int = 16
+    transform: Callable[[Any], Any] | None = None
+    on_bad_record: OnBadRecord = "raise"
+    slow_after: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_integer("num_sections", self.num_sections, minimum=1)
+        if isinstance(self.parts, Part):
+            raise TypeError(f"`parts` must be a list of parts, got a {type(self.parts).__name__}. Put it into a list.")
+        self.parts = list(self.parts)
         if not self.parts:
             raise ValueError("`parts` must hold at least one part, got none.")
         names = dict[str, str]()
@@ -231,14 +232,10 @@ class Parts:
             index = part.index if isinstance(part, BlockPart) else None
             if index and (name := names.setdefault(index, part.name)) != part.name:
                 raise ValueError(f"`parts` must have an index each, got {index} as that of {name} and {part.name}.")
-        check_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
-        check_number("slow_after", slow_after, above=0)
-        self.num_sections = num_sections
-        self.transform = transform
-        self.on_bad_record = on_bad_record
-        self.slow_after = slow_after
+        check_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
+        check_number("slow_after", self.slow_after, above=0)
         # A number for this process and for each of its workers, which share the memory and write their own number only.
-        skips = on_bad_record == "skip"
+        skips = self.on_bad_record == "skip"
         self._skipped = torch.zeros(1 + MOST_WORKERS, dtype=torch.int64) if skips else None
         if self._skipped is not None:
             self._skipped.share_memory_()  # type: ignore[no-untyped-call]
@@ -362,7 +359,6 @@ class Parts:
         raise PartError(f"All {len(records)} records in {name} are bad.")
 
 
-@final
 class PartReader:
     """Reads samples of `Parts`, and keeps the blocks that are in use.
 

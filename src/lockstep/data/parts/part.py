@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from lockstep.arguments import check_integer
 from lockstep.errors import StateError
@@ -85,7 +85,6 @@ class BlockPart(Part):
         return [min(self.block, num_samples - start) for start in range(0, num_samples, self.block)]
 
 
-@final
 class MadeWhenRead(Sequence[Any]):
     """The samples of a block, each of which is made when it is read, so that it may be bad without the others.
 

@@ -16,10 +16,7 @@ from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, ParallelUpdater, Stopwatch
-
-MAIN: Final = "main"
-"""The name of the only model or optimizer, which is left out of the names of values."""
+from lockstep.updaters import MAIN, Clock, ParallelUpdater, Stopwatch
 
 
 class ObserveValue(Extension):
@@ -283,35 +280,31 @@ class Throughput(Extension):
         self._since, self._updates, self._weight = time.perf_counter(), 0, None
 
 
-class _DeviceLoad:
+class _DeviceLoad(Stopwatch):
     """Measures how long devices compute: in every update on CPUs, else in the second one of an interval.
 
     The first update of an interval may be the first of the run, which chooses kernels and starts threads.
     """
 
     def __init__(self, clock: Clock, devices: tuple[torch.device, ...]) -> None:
+        super().__init__(clock)
         self._always = all(device.type == "cpu" for device in devices)
-        self._stopwatch = Stopwatch(clock)
 
     def restart(self) -> None:
         """Begin an interval."""
         self.stop()
-        self._stopwatch.clear()
+        self.clear()
         if self._always:
-            self._stopwatch.start()
+            self.start()
 
     def end_update(self, number: int) -> None:
         """End an update, by its number in the interval, from 1, and begin another one."""
         self.stop()
         if self._always or number == 1:
-            self._stopwatch.start()
+            self.start()
 
     def shares(self, seconds: float) -> list[float]:
         """Return the share of the time of each device, if an update takes this long; none if none was measured."""
-        measured = self._stopwatch.num_stretches
+        measured = self.num_stretches
         # One update that stands for others may have been slower than they were.
-        return [min(each / measured / seconds, 1.0) for each in self._stopwatch.times.busy_seconds] if measured else []
-
-    def stop(self) -> None:
-        """End measuring."""
-        self._stopwatch.stop()
+        return [min(each / measured / seconds, 1.0) for each in self.times.busy_seconds] if measured else []

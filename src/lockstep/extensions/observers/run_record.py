@@ -6,6 +6,7 @@ import json
 import platform
 import socket
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,7 @@ LONGEST_ERROR: Final = 500
 """The number of characters of an error that are recorded."""
 
 
+@dataclass(eq=False, repr=False)
 class RunRecord(Extension):
     """Writes ``run.jsonl``, from which ``lockstep report`` shows the recipe, the kernel class, retries and times.
 
@@ -63,22 +65,17 @@ class RunRecord(Extension):
     priority = READER - 1
     acts_together = True
 
-    def __init__(
-        self,
-        *,
-        trigger: TriggerSpec = (1, "epoch"),
-        every: int | None = None,
-        filename: str = "run.jsonl",
-        required: bool = False,
-    ) -> None:
-        if every is not None:
-            check_integer("every", every, minimum=1)
-        self.trigger = trigger
-        self.every = every
-        self.filename = filename
-        check_bool("required", required)
-        self.required = required
-        self._file = SideFile(Path(), filename, required=required)
+    _: KW_ONLY
+    trigger: TriggerSpec = (1, "epoch")
+    every: int | None = None
+    filename: str = "run.jsonl"
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_integer("every", self.every, minimum=1)
+        check_bool("required", self.required)
+        self._file = SideFile(Path(), self.filename, required=self.required)
         self._begun_at = 0
         self._stopwatch: Stopwatch | None = None
         self._every = 1
