@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -23,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, warn
 from lockstep.nest import attributes, listed
 from lockstep.streams import restored_generators
 from lockstep.updaters.loss import BatchLoss, Supervised
@@ -364,13 +363,12 @@ def warn_of_steps(functions: Iterable[object]) -> None:
             found = steps if generator_states([optimizer]) == before else []
         if not found or found[0] == found[1]:
             continue
-        warnings.warn(
+        warn(
             f"The step of {type(optimizer).__name__} has another result when it is made twice from the same weights, "
             "gradients and state: a clock, a counter or a generator of its own decides. Ranks would train on to other "
             "weights, and a resumed run as well. Derive the value from optimizer.state, from a parameter group or from "
             "torch's random numbers.",
             DeterminismWarning,
-            stacklevel=2,
         )
 
 

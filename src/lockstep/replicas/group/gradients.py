@@ -9,7 +9,6 @@ backward to one gradient per output.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.errors import warn
 from lockstep.replicas.batch.input_gradients import GradMode, check_grad_mode
 from lockstep.replicas.batch.outputs import Outputs
 from lockstep.replicas.passes.means import why_no_mean
@@ -243,11 +243,10 @@ def warn_of_no_mean(outputs: Outputs, grads: Tensors) -> None:
     shards = outputs.results if len(outputs.results) > 1 else []
     found = {why_no_mean(each.tensors[index], len(each.shard.samples)) for each in shards}
     for what in sorted(found - {""}):
-        warnings.warn(
+        warn(
             "`output_grads` must be given unless the model returns the mean over its samples as the loss, but it "
             f"returns {what} over them, so that the gradient depends on how the batch is split. Return one loss for "
             "each sample, and pass their gradients: ones for the sum.",
-            stacklevel=3,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.errors import DeterminismWarning, is_memory_error
+from lockstep.errors import DeterminismWarning, is_memory_error, warn
 from lockstep.replicas import FreshMemory, ThreadSettings, Worker, inherited, is_memory_limited
 from lockstep.updaters.detectors import defining_modules
 
@@ -33,12 +32,11 @@ class _Watch(FreshMemory):
         """Call a function."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func is torch.linalg.lstsq and made.solution.is_cpu and (kwargs or {}).get("driver") in UNREPEATABLE:
-            warnings.warn(
+            warn(
                 "`torch.linalg.lstsq` with the driver 'gelsy', which is the default on CPUs, gives other bits in every "
                 "call. The determinism guarantee does not cover it. Pass driver='gels' for matrices of full rank, or "
                 "driver='gelsd'.",
                 DeterminismWarning,
-                stacklevel=2,
             )
         return made
 
@@ -90,11 +88,10 @@ def warning_of_errors(how: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - as above
         # The second computation needs more memory than the first, whose results are still there.
         if not is_memory_error(error):
-            warnings.warn(
+            warn(
                 f"A shard was computed once more, {how}, and raised {type(error).__name__}: {error}. On another device "
                 "or rank, or after a resume, it may do so as well. `audit_every=0` leaves this out.",
                 DeterminismWarning,
-                stacklevel=2,
             )
 
 

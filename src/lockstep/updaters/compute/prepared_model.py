@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep.errors import warn
 from lockstep.metrics import Observers, report
 from lockstep.replicas import (
     BufferRef,
@@ -58,19 +58,17 @@ def observe_logs(replica: nn.Module) -> None:
             own = [base for base in type(module).__mro__ if base.__module__.split(".")[0] not in LIBRARIES]
             hooks = HOOKS & {name for base in own for name in vars(base)}
             if hooks:
-                warnings.warn(
+                warn(
                     f"{type(module).__name__} overrides {' and '.join(sorted(hooks))}, which nothing calls because no "
                     "Lightning Trainer runs. Pass clip_grad_norm=, scheduler= or an optimizer with a hook to the "
                     "updater, or write a step function (`step_fn`); call what follows an update in an extension.",
-                    stacklevel=2,
                 )
             read = OF_TRAINERS & _names(own)
             if read:
-                warnings.warn(
+                warn(
                     f"{type(module).__name__} reads {' and '.join(sorted(read))}, which stay 0 because no Lightning "
                     "Trainer runs. Read updater.iteration and updater.epoch in the loss function instead, and pass "
                     "them to the step.",
-                    stacklevel=2,
                 )
 
 

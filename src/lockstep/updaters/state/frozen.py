@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from torch import nn
 
 from lockstep.digest import digest
-from lockstep.errors import StateError, few
+from lockstep.errors import StateError, few, warn
 
 FrozenNames: TypeAlias = dict[str, list[str]]
 """The names of frozen parameters by the name of their model; models without any are left out."""
@@ -75,9 +74,8 @@ def restore_frozen(saved: Mapping[str, Sequence[str]], models: Mapping[str, nn.M
                 parameter.requires_grad_(path not in frozen)
                 changed.append(path if len(models) == 1 else f"{name}.{path}")
     if changed:
-        warnings.warn(
+        warn(
             f"Other parameters are frozen than when the state was saved: {few(changed, LISTED)}. Their "
             "`requires_grad` is now as it was saved. To train others from here on, freeze parameters before you create "
             "the updater, and accept the field `frozen` of the recipe when you resume.",
-            stacklevel=2,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.arguments import look_up
 from lockstep.data import Iterator
+from lockstep.errors import warn
 from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, parameters_of, to_device
 from lockstep.replicas import ReplicaSet
@@ -77,11 +77,10 @@ class TrainingState:
             network.train()
         if not self.mode_was_changed:
             self.mode_was_changed = True
-            warnings.warn(
+            warn(
                 "The model was in evaluation mode, in which dropout is off and batch normalization does not learn. It "
                 "is now in training mode. Call model.train() before training to avoid this warning. To train with "
                 "some modules in evaluation mode, call model.train() first and then eval() on these modules.",
-                stacklevel=2,
             )
 
     @property

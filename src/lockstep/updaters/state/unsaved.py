@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, warn
 from lockstep.nest import tensors
 
 Owner = TypeVar("Owner")
@@ -40,11 +39,10 @@ class UnsavedState:
             names = [name for name, value in self._remembered(owner).items() if value != before.get(name)]
             if names:
                 self._begun = []
-                warnings.warn(
+                warn(
                     f"The saved state lacks what {type(owner).__name__} remembers in {', '.join(map(repr, names))}, "
                     f"{self._rest}",
                     DeterminismWarning,
-                    stacklevel=2,
                 )
                 return
 

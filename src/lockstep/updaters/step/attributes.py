@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning, few
+from lockstep.errors import DeterminismWarning, few, warn
 from lockstep.nest import attributes, listed
 from lockstep.replicas import HOOK_NAMES
 from lockstep.updaters.detectors import OF_MODULES, called_functions, names_in, of_function, values_read, with_inner
@@ -124,14 +123,13 @@ def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) ->
     metrics = [each.path for each in changed if torchmetrics and isinstance(each.module, torchmetrics.Metric)]
     found = list(dict.fromkeys([*metrics, *(str(each) for each in changed if each.name in read)]))
     if found:
-        warnings.warn(
+        warn(
             f"Forward changes attributes of the model that your program seems to read elsewhere: {few(found)}. Each "
             "device has a copy of the model with attributes of its own, which the original does not get: between "
             "updates you read there the value from before the run, and what you reset there is not reset in the "
             "copies. Pass the value to lockstep.report in the loss function, or register it as a buffer with a rule "
             "(`buffers`). If your program does not use it, filter this warning.",
             DeterminismWarning,
-            stacklevel=2,
         )
 
 

@@ -5,7 +5,6 @@ Warnings of steps that a program makes beside those of the updater belong here, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.digest import checksum
-from lockstep.errors import collect_error
+from lockstep.errors import collect_error, warn
 from lockstep.precision import ChangesOnlyGradients, parameters_of
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
@@ -172,7 +171,7 @@ class OwnSteps:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=5)
+            warn(message)
 
 
 BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")

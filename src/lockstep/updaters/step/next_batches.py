@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -12,7 +11,7 @@ import torch
 
 from lockstep import nest
 from lockstep.data import Iterator, Samples
-from lockstep.errors import RandomStreamWarning
+from lockstep.errors import RandomStreamWarning, warn
 from lockstep.replicas import CopyStreams, ReplicaSet
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultGeneratorGuard
@@ -167,11 +166,10 @@ class NextBatches:
     def _end(self, what: str, consequence: str) -> None:
         """Copy no more batches ahead, and warn."""
         self._has_ended = True
-        warnings.warn(
+        warn(
             f"{what} a batch draws from torch's default generator, so batches are not copied to the devices ahead any "
             f"more. {consequence} with copy_ahead=False, which avoids this warning.",
             RandomStreamWarning,
-            stacklevel=2,
         )
 
 

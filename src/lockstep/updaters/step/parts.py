@@ -7,7 +7,6 @@ is the mean of the means over its parts, and so is its gradient.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.replicas import Draws, as_real, uncompiled
@@ -88,12 +88,11 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     if differs:
         no_means.add(differs)
     for name, what in reported.items():
-        warnings.warn(
+        warn(
             f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
             "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
             "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
             "an extreme or a metric such as F1 in an Evaluator, or after the update.",
-            stacklevel=4,
         )
 
 

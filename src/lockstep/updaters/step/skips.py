@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from lockstep.errors import NonFiniteError, NonFiniteWarning
+from lockstep.errors import NonFiniteError, NonFiniteWarning, warn
 from lockstep.metrics import read
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.deferred import DeferredCheck
@@ -86,12 +85,11 @@ class SkippedUpdates:
         """Note an update of which no shard has a weight above 0."""
         if not self._has_warned_of_empty:
             self._has_warned_of_empty = True
-            warnings.warn(
+            warn(
                 f"Update {self._training.iteration + 1} was skipped: all samples of its batch together have weight 0, "
                 "as where every label is ignored or masked, so that there is no mean and no gradient. Weights, "
                 "optimizer and scheduler stay as they are. This warning is given once per run.",
                 NonFiniteWarning,
-                stacklevel=5,
             )
 
     def read(self) -> SkippedUpdate | None:
@@ -132,12 +130,11 @@ class SkippedUpdates:
         if not self._has_warned:
             self._has_warned = True
             number = f"Update {self._end}" if first == last else f"An update before {self._end + 1}"
-            warnings.warn(
+            warn(
                 f"{number} was skipped: the gradient of {parameter!r} is not finite, with a loss of "
                 f"{self.last.loss:g}. {self._explanation(self.last)} A log counts skipped updates as `main/skipped`. "
                 "This warning is given once per run.",
                 NonFiniteWarning,
-                stacklevel=6,
             )
 
     def _raise_if_too_many(self) -> None:
