@@ -60,9 +60,9 @@ from lockstep.replicas.passes.summing import (
 )
 from lockstep.replicas.passes.tasks import in_mode as in_mode
 from lockstep.replicas.pool.copies import (
-    HOOK_NAMES as HOOK_NAMES,
     check_no_lookups as check_no_lookups,
     held_tensors as held_tensors,
+    hooks_of as hooks_of,
     refuse_wrapped as refuse_wrapped,
 )
 from lockstep.replicas.pool.deterministic import (

@@ -9,11 +9,11 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dis import get_instructions
-from functools import partial
+from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -76,6 +76,28 @@ def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
+HOLDERS: Final[Mapping[type, str]] = {
+    FunctionType: "__wrapped__",
+    property: "fget",
+    **dict.fromkeys((MethodType, staticmethod, classmethod), "__func__"),
+    **dict.fromkeys((partial, cached_property), "func"),
+}
+"""The attributes in which objects of these types hold a function."""
+
+
+def functions_in(value: Any) -> list[FunctionType]:
+    """Return the function that a value is, and those that a method, a property, a partial or a decorator has inside.
+
+    Args:
+        value: The value.
+    """
+    found: list[Any] = []
+    while type(value) in HOLDERS and value not in found:
+        found.append(value)
+        value = getattr(value, HOLDERS[type(value)], None)
+    return [each for each in found if type(each) is FunctionType]
+
+
 def with_inner(code: CodeType) -> Iterator[CodeType]:
     """Yield code and that of the functions and classes inside of it."""
     yield code
@@ -122,6 +144,19 @@ def values_read(function: FunctionType, owner: object = None) -> Iterator[tuple[
                 is_owner = "LOAD_FAST" in each.opname and code is own and name in own.co_varnames[:1]
                 value = owner if is_owner else None
             yield holder, name, value
+
+
+def reads_of(loss_fn: Any) -> Iterator[tuple[FunctionType, object, str, object]]:
+    """Yield what a loss function and the functions that it calls read by names alone, each with the function.
+
+    Args:
+        loss_fn: The loss function.
+    """
+    for called, _ in called_functions(loss_fn):
+        function = getattr(called, "__func__", called)
+        if type(function) is FunctionType:
+            for read in values_read(function, getattr(called, "__self__", None)):
+                yield function, *read
 
 
 def compares_objects(code: CodeType) -> bool:

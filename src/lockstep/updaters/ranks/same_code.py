@@ -11,16 +11,18 @@ audited update compares what they compute.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.util import MAGIC_NUMBER
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, Final
 
 from torch import nn
 
 from lockstep.communicators import Communicator, Difference, gather
 from lockstep.data import BatchIterator
+from lockstep.replicas import hooks_of
+from lockstep.updaters.detectors import functions_in
 from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.recipe_fields import name_of
@@ -31,7 +33,6 @@ CURE: Final = (
     "measures, give what it adds a name of its own."
 )
 BYTECODE: Final = "bytecode of Python"
-HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 STEP_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OF_TORCH: Final = ("forward", "step")
 """The methods of PyTorch's own classes that are compared, which have the version of PyTorch in common."""
@@ -88,21 +89,16 @@ def _named_code(training: TrainingState, recipe: Recipe) -> Iterator[tuple[str, 
     for path, module in [pair for model in training.models.values() for pair in model.named_modules()]:
         yield from _of_class(type(module))
         yield from _of_callable(f"`forward` of module {path!r}", vars(module).get("forward"))
-        for hook in _hooks(module, HOOKS):
+        for hook in hooks_of(module):
             yield from _of_callable(f"hook of module {path!r}", hook)
     for optimizer in training.optimizers.values():
         yield from _of_class(type(optimizer))
-        for hook in _hooks(optimizer, STEP_HOOKS):
+        for hook in (each for name in STEP_HOOKS for each in vars(optimizer).get(name, {}).values()):
             yield from _of_callable("hook of an optimizer", hook)
     for scheduler in training.schedulers.values():
         yield from _of_class(type(scheduler))
     for iterator in training.iterators.values():
         yield from _of_class(type(iterator.dataset if isinstance(iterator, BatchIterator) else iterator))
-
-
-def _hooks(holder: object, names: Iterable[str]) -> Iterator[Any]:
-    for name in names:
-        yield from (vars(holder).get(name) or {}).values()
 
 
 def _of_callable(role: str, value: Any) -> Iterator[tuple[str, CodeType]]:
@@ -113,10 +109,10 @@ def _of_callable(role: str, value: Any) -> Iterator[tuple[str, CodeType]]:
         yield from _of_callable(f"`forward` of {role}", value.forward)
     if isinstance(value, BatchLoss | Supervised):
         yield from _of_callable(f"`criterion` of {role}", value.criterion)
-    codes = list(_codes(value))
-    for code in codes:
-        yield f"{role} {name_of(value)}", code
-    if not codes:
+    functions = functions_in(value)
+    for function in functions:
+        yield f"{role} {name_of(value)}", function.__code__
+    if not functions:
         for module in value.modules() if isinstance(value, nn.Module) else [value]:
             yield from _of_class(type(module))
 
@@ -127,22 +123,8 @@ def _of_class(kind: type) -> Iterator[tuple[str, CodeType]]:
         of_torch = base.__module__.partition(".")[0] == "torch"
         for name, value in list(vars(base).items()):
             if not of_torch or name in OF_TORCH:
-                for code in _codes(value):
-                    yield f"`{base.__qualname__}.{name}`", code
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function or method, and of those that it wraps; nothing if it is not Python's."""
-    seen = set[int]()
-    while id(value) not in seen:
-        seen.add(id(value))
-        value = value.fget if isinstance(value, property) else value
-        value = getattr(value, "__func__", value)
-        if not isinstance(value, FunctionType):
-            return
-        yield value.__code__
-        wrapped: Callable[..., Any] | None = vars(value).get("__wrapped__")
-        value = wrapped
+                for function in functions_in(value):
+                    yield f"`{base.__qualname__}.{name}`", function.__code__
 
 
 def _text(code: CodeType) -> str:

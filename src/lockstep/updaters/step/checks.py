@@ -26,12 +26,7 @@ from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.compute.prepared_model import PreparedModel
-from lockstep.updaters.detectors import (
-    called_functions,
-    compares_objects,
-    references,
-    values_read,
-)
+from lockstep.updaters.detectors import called_functions, compares_objects, reads_of, references
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
@@ -433,12 +428,7 @@ def check_no_original_buffers(loss_fn: Any, prepared: PreparedModel, attempt: At
     Raises:
         ValueError: If one of them does, because only replicas have what the forward has just left there.
     """
-    read = {
-        id(value)
-        for function, _ in called_functions(loss_fn)
-        if type(code := getattr(function, "__func__", function)) is FunctionType
-        for _, _, value in values_read(code, getattr(function, "__self__", None))
-    }
+    read = {id(value) for _, _, _, value in reads_of(loss_fn)}
     for index, ref in enumerate(prepared.buffer_refs):
         start = ref.get()
         if start is None or id(start) not in read:
