@@ -279,64 +279,42 @@ def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torc
         loss_fn: The loss function.
         models: The model and its replicas, of which nothing is looked at.
     """
-    return _Search(loss_fn, models).values
-
-
-class _Search:
-    """Looks for tensors outside of models."""
-
-    def __init__(self, loss_fn: Any, models: Iterable[nn.Module]) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self._seen: set[int] = set()
-        for model in models:
-            self._seen.update(id(each) for each in (*model.modules(), *model.parameters(), *model.buffers()))
-        self._most = len(self._seen) + MOST_OBJECTS
-        self._loss_fn = loss_fn
-        self._visit(type(loss_fn).__name__, loss_fn, MOST_LEVELS)
-
-    def _visit(self, path: str, value: Any, levels: int) -> None:
-        """Record a tensor, or those that an object refers to.
-
-        Types are compared instead of calling isinstance, which asks a proxy for its class and so runs its code.
-        """
+    seen = {id(each) for model in models for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    found, most = dict[str, torch.Tensor](), len(seen) + MOST_OBJECTS
+    left: list[tuple[str, Any, int]] = [(type(loss_fn).__name__, loss_fn, MOST_LEVELS)]
+    while left:
+        path, value, levels = left.pop()
+        # Types are compared instead of calling isinstance, which asks a proxy for its class and so runs its code.
         kind = type(value)
+        if id(value) in seen:
+            continue
         if kind in PLAIN:
-            self._record(path, value)
-        elif id(value) in self._seen or len(self._seen) >= self._most:
-            return
-        elif issubclass(kind, nn.Module):
-            self._seen.add(id(value))
-            self._visit_module(path, value, levels)
+            # Counters and single elements are left out.
+            if value.is_floating_point() and not value.is_nested and value.numel() > 1:
+                seen.add(id(value))
+                found.setdefault(path, value)
         elif kind in LOSSES:
-            for name, each in attributes(value).items():
-                self._visit(name, each, levels)
-        elif (
-            levels > 0
-            and not issubclass(kind, type | ModuleType)
-            and (value is self._loss_fn or not _is_of_library(value))
+            left += reversed([(name, each, levels) for name, each in attributes(value).items()])
+        elif len(seen) < most and (
+            issubclass(kind, nn.Module)
+            or (
+                levels > 0
+                and not issubclass(kind, type | ModuleType)
+                and (value is loss_fn or not _is_of_library(value))
+            )
         ):
-            self._seen.add(id(value))
-            for name, each in _parts(path, value):
-                self._visit(name, each, levels - 1)
+            seen.add(id(value))
+            registered = _registered(path, value) if issubclass(kind, nn.Module) else []
+            held = [(name, each, levels - 1) for name, each in _parts(path, value)]
+            left += reversed([(name, each, levels) for name, each in registered] + held)
+    return found
 
-    def _visit_module(self, path: str, module: nn.Module, levels: int) -> None:
-        """Record the parameters, buffers and attributes of a module and of its submodules."""
-        own = attributes(module)
-        for registry in ("_parameters", "_buffers"):
-            for name, tensor in listed(own.get(registry, {}).items):
-                if type(tensor) in PLAIN:
-                    self._record(f"{path}.{name}", tensor)
-        for name, submodule in listed(own.get("_modules", {}).items):
-            self._visit(f"{path}.{name}", submodule, levels)
-        for name, value in own.items():
-            if name not in OF_MODULES:
-                self._visit(f"{path}.{name}", value, levels - 1)
 
-    def _record(self, path: str, tensor: Any) -> None:
-        """Record a floating-point tensor. Counters and single elements are left out."""
-        if id(tensor) not in self._seen and tensor.is_floating_point() and not tensor.is_nested and tensor.numel() > 1:
-            self._seen.add(id(tensor))
-            self.values.setdefault(path, tensor)
+def _registered(path: str, module: nn.Module) -> list[tuple[str, Any]]:
+    """List the parameters, buffers and submodules of a module, with names."""
+    own = attributes(module)
+    registries = [own.get(name, {}).items for name in ("_parameters", "_buffers", "_modules")]
+    return [(f"{path}.{name}", each) for registry in registries for name, each in listed(registry)]
 
 
 def _is_of_library(value: Any) -> bool:
@@ -365,6 +343,8 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, SEQUENCES):
         base = next(each for each in SEQUENCES if issubclass(kind, each))
         yield from ((f"{path}[{index}]", each) for index, each in enumerate(listed(lambda: base.__iter__(value))))
+    elif issubclass(kind, nn.Module):
+        yield from ((f"{path}.{name}", each) for name, each in attributes(value).items() if name not in OF_MODULES)
     else:
         yield from ((f"{path}.{name}", each) for name, each in attributes(value).items())
         call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
