@@ -47,9 +47,9 @@ from lockstep.replicas.passes.leaks import (
     check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
     foreign_leaves as foreign_leaves,
+    refusing_writes as refusing_writes,
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
-from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runner as create_runner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (

@@ -24,7 +24,7 @@ from lockstep.replicas import (
     buffer_refs,
     create_runner,
 )
-from lockstep.updaters.compute.merging import can_be_merged
+from lockstep.updaters.compute.early_send import can_be_merged
 from lockstep.updaters.setup.recipe import Recipe
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")

@@ -18,8 +18,7 @@ from lockstep.updaters.compute.clock import workloads_of
 from lockstep.updaters.compute.shares import RankWorkloads
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
-from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
-from lockstep.updaters.ranks.rank_report import RankReport
+from lockstep.updaters.ranks.rank_report import RankBuffers, RankReport, sum_buffers
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import NonFiniteShard

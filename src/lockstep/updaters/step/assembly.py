@@ -41,8 +41,8 @@ from lockstep.updaters.step.checks import (
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
-from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
+from lockstep.updaters.step.sharing import ShardOptimizer, check_shardable, share_out
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
