@@ -432,8 +432,7 @@ class Auditor:
         """
         update, _ = at
         if self._every is None or not finding.is_repeatable:
-            self.has_warned = True
-            warn(f"{finding.text(update, devices)} {finding.cause()}", DeterminismWarning)
+            self._warn(f"{finding.text(update, devices)} {finding.cause()}")
             return False
         error = finding.error(update, devices)
         if not finding.wrong:
@@ -475,9 +474,8 @@ class Auditor:
         Args:
             names: The generators that moved while a shard was computed.
         """
-        if names and self._every != 0 and not self.has_warned:
-            self.has_warned = True
-            warn(
+        if names:
+            self._warn(
                 f"The loss function or the model draws from {' and '.join(names)}. These numbers depend on which "
                 "device and rank computes which shard, and are no part of a saved state. Draw from torch without "
                 "`generator=`: its stream belongs to the shard. Or create a generator in the loss function, seeded "
@@ -487,9 +485,10 @@ class Auditor:
 
     def warn_of_outputs(self) -> None:
         """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""
-        if self._every != 0 and not self.has_warned:
+        self._warn(f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}")
+
+    def _warn(self, message: str, category: type[Warning] = DeterminismWarning) -> None:
+        """Warn once of a dependency, if audits are on."""
+        if self.is_on and not self.has_warned:
             self.has_warned = True
-            warn(
-                f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}",
-                DeterminismWarning,
-            )
+            warn(message, category)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import _lru_cache_wrapper, partial
 from math import inf
-from types import ModuleType
 from typing import Any, Final
 
 import torch
 
 from lockstep.errors import DeterminismWarning, is_memory_error, warn
 from lockstep.replicas import FreshMemory, ThreadSettings, Worker, inherited, is_memory_limited
+from lockstep.state import temporarily
 from lockstep.updaters.detectors import defining_modules
 
 LIBRARIES: Final = frozenset({"torch", "lockstep", "builtins"})
@@ -100,15 +100,9 @@ def without_caches(users: Iterable[object]) -> Iterator[None]:
     """Replace the cached functions of modules by those that they wrap, so that no cache is read, filled or emptied."""
     names = defining_modules(users)
     modules = [sys.modules[name] for name in names if name in sys.modules and name.split(".")[0] not in LIBRARIES]
-    cached = [(module, name, each) for module in modules for name, each in _cached(module)]
-    for module, name, each in cached:
-        setattr(module, name, each.__wrapped__)
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            cached = {name: each for name, each in vars(module).items() if isinstance(each, _lru_cache_wrapper)}
+            wrapped: dict[str, Any] = {name: each.__wrapped__ for name, each in cached.items()}
+            stack.enter_context(temporarily(module, **wrapped))
         yield
-    finally:
-        for module, name, each in cached:
-            setattr(module, name, each)
-
-
-def _cached(module: ModuleType) -> list[tuple[str, Any]]:
-    return [(name, each) for name, each in vars(module).items() if isinstance(each, _lru_cache_wrapper)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -24,6 +24,7 @@ from lockstep.replicas import (
     buffer_refs,
     create_runner,
 )
+from lockstep.state import temporarily
 from lockstep.updaters.compute.early_send import can_be_merged
 from lockstep.updaters.setup.recipe import Recipe
 
@@ -194,13 +195,10 @@ class PreparedModel:
         """
         pairs = zip(self.parameters, runner.parameters, strict=True)
         others = [copied for parameter, copied in pairs if id(parameter) not in wanted]
-        for each in others:
-            each.requires_grad_(False)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for each in others:
-                each.requires_grad_(True)
+                stack.enter_context(temporarily(each, requires_grad=False))
+            yield
 
 
 def recording_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list[ShardRunner]:

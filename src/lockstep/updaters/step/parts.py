@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.replicas import Draws, as_real, uncompiled
+from lockstep.state import temporarily
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
@@ -255,13 +256,10 @@ def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Paramet
 @contextmanager
 def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Use the running statistics of batch normalization inside the ``with`` block."""
-    modes = [(each, each.training) for each in model.modules() if isinstance(each, _BatchNorm)]
-    if any(each.running_mean is None for each, _ in modes):
-        raise ValueError("Without running statistics a shard is normalized by its own.")
-    for each, _ in modes:
-        each.training = False
-    try:
+    with ExitStack() as stack:
+        for each in model.modules():
+            if isinstance(each, _BatchNorm):
+                if each.running_mean is None:
+                    raise ValueError("Without running statistics a shard is normalized by its own.")
+                stack.enter_context(temporarily(each, training=False))
         yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
