@@ -14,8 +14,11 @@ from lockstep.updaters.loss import (
     supervised as supervised,
 )
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater, StandardUpdater as StandardUpdater
-from lockstep.updaters.ranks.coordinator import describe_error as describe_error, raise_error as raise_error
-from lockstep.updaters.ranks.same_batches import CURE as CURE
+from lockstep.updaters.ranks.coordinator import (
+    CURE as CURE,
+    describe_error as describe_error,
+    raise_error as raise_error,
+)
 from lockstep.updaters.result import (
     ShardReport as ShardReport,
     SkippedUpdate as SkippedUpdate,

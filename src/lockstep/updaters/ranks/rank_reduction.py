@@ -17,10 +17,9 @@ from lockstep.updaters.attempt.audit import Exchange
 from lockstep.updaters.compute.clock import workloads_of
 from lockstep.updaters.compute.shares import RankWorkloads
 from lockstep.updaters.ranks.consistency import RankConsistency
-from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
+from lockstep.updaters.ranks.coordinator import Position, RankCoordinator, describe_batch
 from lockstep.updaters.ranks.rank_report import RankBuffers, RankReport, sum_buffers
 from lockstep.updaters.ranks.rank_sum import RankSum
-from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.setup.names import MAIN
 

@@ -32,7 +32,7 @@ from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.attributes import changed_attributes, check_no_original_attributes, warn_of_reads
-from lockstep.updaters.step.fused import check_dense
+from lockstep.updaters.step.stepping import check_dense
 
 
 def check_fit(

@@ -19,7 +19,7 @@ from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.detectors import generator_states, moved
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
-from lockstep.updaters.ranks.same_batches import describe_batch
+from lockstep.updaters.ranks.coordinator import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.batches import own_iterator_error
 from lockstep.updaters.setup.names import MAIN, Names
