@@ -50,7 +50,11 @@ from lockstep.replicas.passes.leaks import (
     refusing_writes as refusing_writes,
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runner as create_runner
+from lockstep.replicas.passes.shard_runner import (
+    ShardRunner as ShardRunner,
+    create_runner as create_runner,
+    in_mode as in_mode,
+)
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,
@@ -58,7 +62,6 @@ from lockstep.replicas.passes.summing import (
     finish_whole as finish_whole,
     move_partials as move_partials,
 )
-from lockstep.replicas.passes.tasks import in_mode as in_mode
 from lockstep.replicas.pool.copies import (
     check_no_lookups as check_no_lookups,
     held_tensors as held_tensors,

@@ -28,12 +28,12 @@ from lockstep.updaters.setup.batches import Converter as Converter, batch_size a
 from lockstep.updaters.setup.names import MAIN as MAIN, by_name as by_name
 from lockstep.updaters.setup.recipe import check_functions as check_functions
 from lockstep.updaters.state.carried import Carried as Carried
+from lockstep.updaters.state.checkpoint import copy_state as copy_state
 from lockstep.updaters.state.recipe_fields import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
     scheduler_fields as scheduler_fields,
 )
-from lockstep.updaters.state.savepoint import copy_state as copy_state
 from lockstep.updaters.state.unsaved import UnsavedState as UnsavedState
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.parts import (

@@ -13,8 +13,8 @@ from lockstep.communicators import Communicator
 from lockstep.errors import warn
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
+from lockstep.updaters.attempt.attempt import Deferral
 from lockstep.updaters.attempt.audit import Auditor
-from lockstep.updaters.attempt.deferred import Deferral
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Coordinator
 from lockstep.updaters.ranks.rank_reduction import join_ranks

@@ -22,12 +22,11 @@ from lockstep.precision import ChangesOnlyGradients, parameters_of
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
-from lockstep.updaters.attempt.attempt import FINITE, Attempt
-from lockstep.updaters.attempt.deferred import Deferral
+from lockstep.updaters.attempt.attempt import FINITE, Attempt, Deferral
 from lockstep.updaters.attempt.step_stream import StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
-from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.checkpoint import Savepoint
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,

@@ -23,7 +23,7 @@ from lockstep.updaters.ranks.coordinator import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.batches import own_iterator_error
 from lockstep.updaters.setup.names import MAIN, Names
-from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.checkpoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
 
 

@@ -10,9 +10,8 @@ from lockstep.errors import NonFiniteError
 from lockstep.plan import Shard
 from lockstep.precision import CurrentScale, first_nonfinite
 from lockstep.tree import Tensors
-from lockstep.updaters.attempt.attempt import Attempt, GradientRequest
+from lockstep.updaters.attempt.attempt import Attempt, Deferral, GradientRequest
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.attempt.deferred import Deferral
 from lockstep.updaters.ranks.coordinator import Coordinator
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup.names import Names

@@ -21,7 +21,7 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import asks_for_closure, parameters_of
 from lockstep.updaters.ranks.coordinator import describe_error, raise_error
 from lockstep.updaters.ranks.rank_reduction import RankReduction
-from lockstep.updaters.state.savepoint import copy_state
+from lockstep.updaters.state.checkpoint import copy_state
 from lockstep.updaters.state.sharding import ShardedState, moving, refuse_named_state
 from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.stepping import (

@@ -10,8 +10,7 @@ import torch
 
 from lockstep.errors import NonFiniteError, NonFiniteWarning, warn
 from lockstep.metrics import read
-from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.attempt.deferred import DeferredCheck
+from lockstep.updaters.attempt.attempt import Attempt, DeferredCheck
 from lockstep.updaters.result import SkippedUpdate, UpdateResult
 from lockstep.updaters.state.training import TrainingState
 
