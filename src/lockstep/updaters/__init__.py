@@ -1,6 +1,5 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.attempt.other_place import without_caches as without_caches
 from lockstep.updaters.compute.clock import Clock as Clock, Stopwatch as Stopwatch
 from lockstep.updaters.compute.shard_gradients import ShardFunction as ShardFunction, ShardResult as ShardResult
 from lockstep.updaters.loss import (
@@ -34,12 +33,13 @@ from lockstep.updaters.state.recipe_fields import (
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
     scheduler_fields as scheduler_fields,
 )
-from lockstep.updaters.state.unsaved import UnsavedState as UnsavedState
+from lockstep.updaters.state.training import UnsavedState as UnsavedState
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.parts import (
     Computed as Computed,
     find_no_means as find_no_means,
     rounded as rounded,
 )
+from lockstep.updaters.step.recomputation import without_caches as without_caches
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

@@ -38,8 +38,8 @@ from lockstep.updaters.step.checks import (
 )
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OpenStream, OptimizerStep
+from lockstep.updaters.step.retry import SkippedUpdates
 from lockstep.updaters.step.sharing import SharedStep
-from lockstep.updaters.step.skips import SkippedUpdates
 
 COUNTS_EPOCHS: Final = ("new_epoch", "use_auto_new_epoch")
 """The method and the attribute of an optimizer that counts epochs, as those of lockstep do."""

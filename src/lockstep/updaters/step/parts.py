@@ -24,12 +24,11 @@ from lockstep.state import temporarily
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.attempt.other_place import without_caches
 from lockstep.updaters.compute.shard_gradients import DeviceForwards
 from lockstep.updaters.loss import check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup.batches import Conversion
-from lockstep.updaters.step.recomputation import Recomputation
+from lockstep.updaters.step.recomputation import Recomputation, without_caches
 
 MOST_PARTS: Final = 4
 """The number of parts that a shard is cut into, if it has enough samples."""
