@@ -97,4 +97,4 @@ from lockstep.replicas.pool.settings import (
     ThreadSettings as ThreadSettings,
     inherited as inherited,
 )
-from lockstep.replicas.pool.worker import Timeout as Timeout, Worker as Worker
+from lockstep.replicas.pool.worker import Timeout as Timeout

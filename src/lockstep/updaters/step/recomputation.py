@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import _lru_cache_wrapper, partial
-from math import inf
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -28,7 +28,6 @@ from lockstep.replicas import (
     ShardStreams,
     ThreadSettings,
     Turns,
-    Worker,
     inherited,
     is_memory_limited,
     refusing_writes,
@@ -97,15 +96,8 @@ def run_as_elsewhere(
     if not in_thread or settings.kept or is_memory_limited():
         run()
         return
-    worker = Worker(f"lockstep-0-{device}")
-    try:
-        worker.submit(partial(copy_context().run, run))
-        error = worker.wait(inf)
-    finally:
-        worker.close()
-    worker.join()
-    if error is not None:
-        raise error
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copy_context().run, run).result()
 
 
 @contextmanager
