@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.errors import few
 from lockstep.verify.comparison import Difference, Run
 from lockstep.verify.ways import Way
 
@@ -88,8 +89,6 @@ def cause_of(way: Way, difference: Difference, ours: Run, theirs: Sequence[Run])
     return Cause(kind)
 
 
-LISTED: Final = 3
-"""How many names a finding lists."""
 LOOP: Final = "loop"
 """The key of the parameters of loops without an updater."""
 
@@ -177,7 +176,6 @@ def _named(names: Sequence[str], what: str) -> str:
     """Return the beginning of a sentence about parameters or layers.
 
     >>> _named(["0.weight", "0.bias", "1.weight", "1.bias"], "parameters")
-    '4 parameters (0.weight, 0.bias, 1.weight, ...)'
+    '4 parameters (0.weight, 0.bias, 1.weight and 1 more)'
     """
-    listed = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
-    return f"{len(names)} {what} ({listed})"
+    return f"{len(names)} {what} ({few(names)})"
