@@ -61,7 +61,16 @@ def foreign_leaves(outputs: Iterable[torch.Tensor], model: nn.Module) -> list[to
         model: The model, or a replica.
     """
     own = {id(each) for each in (*model.parameters(), *model.buffers())}
-    return [leaf for leaf in _leaves([each.grad_fn for each in outputs]) if id(leaf) not in own]
+    pending: list[Node] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    leaves, seen = list[torch.Tensor](), set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's gap
+        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(following)
+        pending.extend(following)
+    return [leaf for leaf in leaves if id(leaf) not in own]
 
 
 def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: object, known: object = ()) -> None:
@@ -204,25 +213,6 @@ def check_no_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
                 "is not that of the batch. Use Tensor.register_hook or an optimizer hook instead."
             )
-
-
-def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:
-    """List the leaf tensors of a graph.
-
-    Args:
-        nodes: The nodes to start from.
-    """
-    leaves: list[torch.Tensor] = []
-    pending = [node for node in nodes if node is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's gap
-        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(following)
-        pending.extend(following)
-    return leaves
 
 
 MOST_COPIED: Final = 2**22
