@@ -6,6 +6,8 @@ non-finite, calls out of order, and a saved state that does not fit.
 """
 
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -38,6 +40,19 @@ def few(names: Sequence[str], most: int = 3) -> str:
     """
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the innermost line outside of this package and of PyTorch that has led to it.
+
+    Args:
+        message: The message.
+        category: The class of the warning.
+    """
+    frame, level = sys._getframe(1), 2  # noqa: SLF001 - `inspect.stack` reads the source of every frame
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("lockstep.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 MEMORY_MESSAGES: Final = (

@@ -126,3 +126,13 @@ def test_a_port_in_use_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -
         message = rf"Rank 0 must be able to listen on 127.0.0.1:{port} .*If another run uses the port, set another one"
         with pytest.raises(RuntimeError, match=message):
             ls.ProcessCommunicator()
+
+
+def test_a_warning_names_the_line_of_the_program() -> None:
+    model = nn.Linear(3, 2).eval()
+    updater = ls.StandardUpdater(
+        [(X, Y)], torch.optim.SGD(model.parameters(), lr=0.1), model, loss_fn=ls.supervised(nn.CrossEntropyLoss())
+    )
+    with finalized(updater), pytest.warns(UserWarning, match="The model was in evaluation mode") as found:
+        updater.update()
+    assert [each.filename for each in found] == [__file__]

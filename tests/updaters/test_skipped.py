@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.extensions import FailOnNonFinite, LogReport
-from lockstep.updaters.step import engine, skips
+from lockstep.updaters.step import engine, retry
 from tests.support.gan import gan
 from tests.support.ranks import launch_on_ranks
 from tests.support.reads import Reads
@@ -77,7 +77,7 @@ def test_a_skipped_update_is_named_once_and_counted_and_its_loss_is_left_out(kin
     assert "find_nonfinite" in message
     assert [entry["main/skipped"] for entry in log] == [1.0, 1.0, 1.0]
     assert all(math.isfinite(entry["main/loss"]) for entry in log)
-    assert updater.last_skipped() == skips.SkippedUpdate(2 + 2 * EPOCH, "weight", pytest.approx(math.nan, nan_ok=True))
+    assert updater.last_skipped() == retry.SkippedUpdate(2 + 2 * EPOCH, "weight", pytest.approx(math.nan, nan_ok=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +169,7 @@ def test_nothing_is_read_outside_of_the_interval() -> None:
 
 
 def test_old_checks_are_merged_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skips, "HELD", 3)
+    monkeypatch.setattr(retry, "HELD", 3)
     monkeypatch.setattr(engine, "AUDITED_AGAIN", 100)
     with finalized(updater_of("device", max_skipped=3)) as updater:
         updater.update()

@@ -59,7 +59,7 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
         return nonfinite_flag(gradients, factor.device)
     device = gradients[0].device if gradients else CPU
     # The parts of an uncoalesced element may be finite while their sum is not, so those are checked separately.
-    if _divides_exactly(factor) and not any(map(_is_uncoalesced, gradients)):
+    if _divides_exactly(factor) and not any(each.is_sparse and not each.is_coalesced() for each in gradients):
         return _check_and_multiply_(_group(map(_elements, gradients)), 1.0 / factor, device)
     divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
@@ -307,10 +307,6 @@ def _all_sums_finite(gradients: Sequence[Tensor]) -> bool:
         if not math.isfinite(gradient.sum().item()):
             return False
     return True
-
-
-def _is_uncoalesced(gradient: Tensor) -> bool:
-    return gradient.is_sparse and not gradient.is_coalesced()
 
 
 def _divides_exactly(factor: float) -> bool:

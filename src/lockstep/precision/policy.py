@@ -365,18 +365,19 @@ class MasterWeights:
         }
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        """Return a context in which the groups of the optimizer hold the master weights."""
-        back: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.items()}
-        self._replace(self._masters)
-        self.active = True
+    def _swapped(self, *, active: bool = True) -> Iterator[None]:
+        """Return a context in which the groups of the optimizer hold the master weights, or else the parameters."""
+        masters: Mapping[Tensor, Tensor] = dict(self._masters)
+        parameters: Mapping[Tensor, Tensor] = {master: parameter for parameter, master in masters.items()}
+        self._replace(masters if active else parameters)
+        self.active = active
         try:
             yield
         finally:
             # The tensors are searched for, because an optimizer that has loaded a state holds other groups and another
             # state.
-            self.active = False
-            self._replace(back)
+            self.active = not active
+            self._replace(parameters if active else masters)
 
     def _replace(self, others: Mapping[Tensor, Tensor]) -> None:
         """Replace tensors in the groups of the optimizer, and as keys of its state, in order."""
@@ -395,14 +396,9 @@ class MasterWeights:
     def _gradients_at_masters(self, closure: Callable[[], Any]) -> Any:
         """Call a closure with the parameters at the current master weights, and copy the gradients to these."""
         self._write_back()
-        self.active = False
         # The closure may call `zero_grad`, which must find the parameters in the groups.
-        self._replace({master: parameter for parameter, master in self._masters.items()})
-        try:
+        with self._swapped(active=False):
             loss = closure()
-        finally:
-            self._replace(self._masters)
-            self.active = True
         for parameter, master in self._masters.items():
             master.grad = _gradient_for(master, parameter)
         return loss

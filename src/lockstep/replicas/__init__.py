@@ -47,10 +47,14 @@ from lockstep.replicas.passes.leaks import (
     check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
     foreign_leaves as foreign_leaves,
+    refusing_writes as refusing_writes,
 )
 from lockstep.replicas.passes.means import why_no_mean as why_no_mean
-from lockstep.replicas.passes.parameter_writes import refusing_writes as refusing_writes
-from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner, create_runner as create_runner
+from lockstep.replicas.passes.shard_runner import (
+    ShardRunner as ShardRunner,
+    create_runner as create_runner,
+    in_mode as in_mode,
+)
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
 from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,
@@ -58,11 +62,10 @@ from lockstep.replicas.passes.summing import (
     finish_whole as finish_whole,
     move_partials as move_partials,
 )
-from lockstep.replicas.passes.tasks import in_mode as in_mode
 from lockstep.replicas.pool.copies import (
-    HOOK_NAMES as HOOK_NAMES,
     check_no_lookups as check_no_lookups,
     held_tensors as held_tensors,
+    hooks_of as hooks_of,
     refuse_wrapped as refuse_wrapped,
 )
 from lockstep.replicas.pool.deterministic import (
@@ -94,4 +97,4 @@ from lockstep.replicas.pool.settings import (
     ThreadSettings as ThreadSettings,
     inherited as inherited,
 )
-from lockstep.replicas.pool.worker import Timeout as Timeout, Worker as Worker
+from lockstep.replicas.pool.worker import Timeout as Timeout

@@ -1,6 +1,5 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.attempt.other_place import without_caches as without_caches
 from lockstep.updaters.compute.clock import Clock as Clock, Stopwatch as Stopwatch
 from lockstep.updaters.compute.shard_gradients import ShardFunction as ShardFunction, ShardResult as ShardResult
 from lockstep.updaters.loss import (
@@ -14,8 +13,11 @@ from lockstep.updaters.loss import (
     supervised as supervised,
 )
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater, StandardUpdater as StandardUpdater
-from lockstep.updaters.ranks.coordinator import describe_error as describe_error, raise_error as raise_error
-from lockstep.updaters.ranks.same_batches import CURE as CURE
+from lockstep.updaters.ranks.coordinator import (
+    CURE as CURE,
+    describe_error as describe_error,
+    raise_error as raise_error,
+)
 from lockstep.updaters.result import (
     ShardReport as ShardReport,
     SkippedUpdate as SkippedUpdate,
@@ -25,13 +27,13 @@ from lockstep.updaters.setup.batches import Converter as Converter, batch_size a
 from lockstep.updaters.setup.names import MAIN as MAIN, by_name as by_name
 from lockstep.updaters.setup.recipe import check_functions as check_functions
 from lockstep.updaters.state.carried import Carried as Carried
+from lockstep.updaters.state.checkpoint import copy_state as copy_state
 from lockstep.updaters.state.recipe_fields import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
     scheduler_fields as scheduler_fields,
 )
-from lockstep.updaters.state.savepoint import copy_state as copy_state
-from lockstep.updaters.state.unsaved import UnsavedState as UnsavedState
+from lockstep.updaters.state.training import UnsavedState as UnsavedState
 from lockstep.updaters.step.attributes import changed_attributes as changed_attributes
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.originals import (
@@ -43,5 +45,6 @@ from lockstep.updaters.step.parts import (
     find_no_means as find_no_means,
     rounded as rounded,
 )
+from lockstep.updaters.step.recomputation import without_caches as without_caches
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

@@ -8,13 +8,12 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dis import get_instructions
-from functools import partial
+from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, warn
 from lockstep.nest import attributes, listed
 from lockstep.streams import restored_generators
 from lockstep.updaters.loss import BatchLoss, Supervised
@@ -75,6 +74,28 @@ def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     arguments, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
     yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
+
+
+HOLDERS: Final[Mapping[type, str]] = {
+    FunctionType: "__wrapped__",
+    property: "fget",
+    **dict.fromkeys((MethodType, staticmethod, classmethod), "__func__"),
+    **dict.fromkeys((partial, cached_property), "func"),
+}
+"""The attributes in which objects of these types hold a function."""
+
+
+def functions_in(value: Any) -> list[FunctionType]:
+    """Return the function that a value is, and those that a method, a property, a partial or a decorator has inside.
+
+    Args:
+        value: The value.
+    """
+    found: list[Any] = []
+    while type(value) in HOLDERS and value not in found:
+        found.append(value)
+        value = getattr(value, HOLDERS[type(value)], None)
+    return [each for each in found if type(each) is FunctionType]
 
 
 def with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -211,64 +232,42 @@ def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torc
         loss_fn: The loss function.
         models: The model and its replicas, of which nothing is looked at.
     """
-    return _Search(loss_fn, models).values
-
-
-class _Search:
-    """Looks for tensors outside of models."""
-
-    def __init__(self, loss_fn: Any, models: Iterable[nn.Module]) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self._seen: set[int] = set()
-        for model in models:
-            self._seen.update(id(each) for each in (*model.modules(), *model.parameters(), *model.buffers()))
-        self._most = len(self._seen) + MOST_OBJECTS
-        self._loss_fn = loss_fn
-        self._visit(type(loss_fn).__name__, loss_fn, MOST_LEVELS)
-
-    def _visit(self, path: str, value: Any, levels: int) -> None:
-        """Record a tensor, or those that an object refers to.
-
-        Types are compared instead of calling isinstance, which asks a proxy for its class and so runs its code.
-        """
+    seen = {id(each) for model in models for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    found, most = dict[str, torch.Tensor](), len(seen) + MOST_OBJECTS
+    left: list[tuple[str, Any, int]] = [(type(loss_fn).__name__, loss_fn, MOST_LEVELS)]
+    while left:
+        path, value, levels = left.pop()
+        # Types are compared instead of calling isinstance, which asks a proxy for its class and so runs its code.
         kind = type(value)
+        if id(value) in seen:
+            continue
         if kind in PLAIN:
-            self._record(path, value)
-        elif id(value) in self._seen or len(self._seen) >= self._most:
-            return
-        elif issubclass(kind, nn.Module):
-            self._seen.add(id(value))
-            self._visit_module(path, value, levels)
+            # Counters and single elements are left out.
+            if value.is_floating_point() and not value.is_nested and value.numel() > 1:
+                seen.add(id(value))
+                found.setdefault(path, value)
         elif kind in LOSSES:
-            for name, each in attributes(value).items():
-                self._visit(name, each, levels)
-        elif (
-            levels > 0
-            and not issubclass(kind, type | ModuleType)
-            and (value is self._loss_fn or not _is_of_library(value))
+            left += reversed([(name, each, levels) for name, each in attributes(value).items()])
+        elif len(seen) < most and (
+            issubclass(kind, nn.Module)
+            or (
+                levels > 0
+                and not issubclass(kind, type | ModuleType)
+                and (value is loss_fn or not _is_of_library(value))
+            )
         ):
-            self._seen.add(id(value))
-            for name, each in _parts(path, value):
-                self._visit(name, each, levels - 1)
+            seen.add(id(value))
+            registered = _registered(path, value) if issubclass(kind, nn.Module) else []
+            held = [(name, each, levels - 1) for name, each in _parts(path, value)]
+            left += reversed([(name, each, levels) for name, each in registered] + held)
+    return found
 
-    def _visit_module(self, path: str, module: nn.Module, levels: int) -> None:
-        """Record the parameters, buffers and attributes of a module and of its submodules."""
-        own = attributes(module)
-        for registry in ("_parameters", "_buffers"):
-            for name, tensor in listed(own.get(registry, {}).items):
-                if type(tensor) in PLAIN:
-                    self._record(f"{path}.{name}", tensor)
-        for name, submodule in listed(own.get("_modules", {}).items):
-            self._visit(f"{path}.{name}", submodule, levels)
-        for name, value in own.items():
-            if name not in OF_MODULES:
-                self._visit(f"{path}.{name}", value, levels - 1)
 
-    def _record(self, path: str, tensor: Any) -> None:
-        """Record a floating-point tensor. Counters and single elements are left out."""
-        if id(tensor) not in self._seen and tensor.is_floating_point() and not tensor.is_nested and tensor.numel() > 1:
-            self._seen.add(id(tensor))
-            self.values.setdefault(path, tensor)
+def _registered(path: str, module: nn.Module) -> list[tuple[str, Any]]:
+    """List the parameters, buffers and submodules of a module, with names."""
+    own = attributes(module)
+    registries = [own.get(name, {}).items for name in ("_parameters", "_buffers", "_modules")]
+    return [(f"{path}.{name}", each) for registry in registries for name, each in listed(registry)]
 
 
 def _is_of_library(value: Any) -> bool:
@@ -297,6 +296,8 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, SEQUENCES):
         base = next(each for each in SEQUENCES if issubclass(kind, each))
         yield from ((f"{path}[{index}]", each) for index, each in enumerate(listed(lambda: base.__iter__(value))))
+    elif issubclass(kind, nn.Module):
+        yield from ((f"{path}.{name}", each) for name, each in attributes(value).items() if name not in OF_MODULES)
     else:
         yield from ((f"{path}.{name}", each) for name, each in attributes(value).items())
         call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
@@ -330,13 +331,12 @@ def warn_of_steps(functions: Iterable[object]) -> None:
             found = steps if generator_states([optimizer]) == before else []
         if not found or found[0] == found[1]:
             continue
-        warnings.warn(
+        warn(
             f"The step of {type(optimizer).__name__} has another result when it is made twice from the same weights, "
             "gradients and state: a clock, a counter or a generator of its own decides. Ranks would train on to other "
             "weights, and a resumed run as well. Derive the value from optimizer.state, from a parameter group or from "
             "torch's random numbers.",
             DeterminismWarning,
-            stacklevel=2,
         )
 
 

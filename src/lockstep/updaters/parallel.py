@@ -36,7 +36,7 @@ from lockstep.updaters.step.checks import check_run_options, needs_custom_step
 from lockstep.updaters.step.custom_step import CustomStep
 from lockstep.updaters.step.inference import InferenceRunner
 from lockstep.updaters.step.next_batches import CopyAhead
-from lockstep.updaters.step.placement import ShardOptimizer
+from lockstep.updaters.step.sharing import ShardOptimizer
 from lockstep.updaters.updater import Updater
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.verify.causes import Cause, cause_of
+from lockstep.verify.causes import Cause, cause_of, findings
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
-from lockstep.verify.findings import findings
 from lockstep.verify.ways import REFERENCE, Job, Way
 
 AT_ONCE: Final = 2

@@ -41,8 +41,8 @@ from lockstep.replicas import (
 from lockstep.state import temporarily
 from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
+from lockstep.verify.causes import LOOP, describe_parameters
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
-from lockstep.verify.findings import LOOP, describe_parameters
 from lockstep.verify.modes import OperatorLog, TrainingCalls, users_line
 from lockstep.verify.one_shard import compare_attempt
 from lockstep.verify.recorder import LOCAL, Recorder, of_nest, of_parameters

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -77,19 +77,12 @@ def compare_attempt(engine: Any, attempt: Any) -> GradientFinding | None:
     if len(shards) == 1:
         many = "" if size > 1 else " It has one sample: if there are more, name their dimension by `batch_dim`."
         return GradientFinding("skipped", f"The batch is a single shard.{many}")
-    named, carried, device = engine.prepared.named_parameters, engine.training.carried, engine.replicas.devices[0]
-    convert = partial(engine.conversion.shards, attempt.batches, devices=[device], first=engine.first_stream())
+    devices = engine.replicas.devices[:1]
+    convert = partial(engine.conversion.shards, attempt.batches, devices=devices, first=engine.first_stream())
     whole = Part(*convert([[Shard(0, 0, range(size))]])[0][0])
     try:
-        comparison = Comparison(
-            copy.deepcopy(engine.prepared.runners[0].replica).double(),
-            request.loss_fn,
-            whole,
-            [Part(shard, whole.rows_like(given, shard)) for shard, given in convert([shards])[0]],
-            lambda samples: {} if carried is None else {"carried": carried.part(samples, device)},
-            is_summed(request.loss_fn),
-            [name for name, each in named.items() if request.wanted is None or id(each) in request.wanted],
-        )
+        parts = [Part(shard, whole.rows_like(given, shard)) for shard, given in convert([shards])[0]]
+        comparison = Comparison(engine, request, whole, parts)
         with in_float64(comparison.draws) as mode:
             return comparison.run(mode.paired)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
@@ -121,29 +114,29 @@ class Part:
         return map_tensors(rows, given)
 
 
-@dataclass
 class Comparison:
     """Computes gradients of parts of one batch, all from the same weights and buffers.
 
-    Attributes:
-        model: A copy of the model, in float64.
-        loss_fn: Called with the model and the tensors of some samples.
+    Args:
+        engine: The updater's engine.
+        request: Which gradient to compute.
         whole: The batch.
         shards: Its shards.
-        carried: Returns the value of the argument `carried` for some samples, by its name; empty if nothing is carried.
-        summed: Whether the loss function returns sums over samples.
+
+    Attributes:
+        model: A copy of the model, in float64.
         names: The parameters to compare.
+        draws: Gives shards the random numbers of the batch.
     """
 
-    model: nn.Module
-    loss_fn: LossFunction
-    whole: Part
-    shards: Sequence[Part]
-    carried: Callable[[range], dict[str, Any]]
-    summed: bool
-    names: Sequence[str]
-    buffers: list[torch.Tensor] = field(init=False)
-    draws: Draws = field(init=False, default_factory=Draws)
+    def __init__(self, engine: Any, request: Any, whole: Part, shards: Sequence[Part]) -> None:
+        self.model: nn.Module = copy.deepcopy(engine.prepared.runners[0].replica).double()
+        self.loss_fn: LossFunction = request.loss_fn
+        self.whole, self.shards = whole, shards
+        self._carried, self._device = engine.training.carried, engine.replicas.devices[0]
+        named = engine.prepared.named_parameters.items()
+        self.names = [name for name, each in named if request.wanted is None or id(each) in request.wanted]
+        self.draws = Draws()
 
     def run(self, paired: Sequence[str]) -> GradientFinding:
         """Compare the gradient of the batch with that of its shards.
@@ -154,11 +147,11 @@ class Comparison:
         normalized = tuple(name for name, each in self.model.named_modules() if _uses_batch_statistics(each))
         for name in normalized:
             _use_running_statistics(self.model.get_submodule(name))
-        self.buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+        self._buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
         (one, _), (again, _) = self.gradient(self.whole), self.gradient(self.whole)
         found = [self.gradient(shard) for shard in self.shards]
         gradients, weights = [each for each, _ in found], [weight for _, weight in found]
-        shares = [1.0 if self.summed else weight / (sum(weights) or 1.0) for weight in weights]
+        shares = [1.0 if is_summed(self.loss_fn) else weight / (sum(weights) or 1.0) for weight in weights]
         limit = TOLERANCE * float(one.norm() + _sum([each.norm() for each in gradients], shares))
         if not math.isfinite(limit):
             return GradientFinding("skipped", "The gradient is not finite in float64.", normalized=normalized)
@@ -179,12 +172,13 @@ class Comparison:
         """Return the gradient of some samples as one vector, with zeros where there is none, and their weight."""
         samples = part.shard.samples
         with torch.no_grad():
-            for buffer, before in zip(self.model.buffers(), self.buffers, strict=True):
+            for buffer, before in zip(self.model.buffers(), self._buffers, strict=True):
                 buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
         seed_python_and_numpy(0)  # so that each part draws the same from them
         self.draws.start(samples)
-        given, carried = map_tensors(lambda each: widened(each).clone(), (part.given, self.carried(samples)))
+        former = {} if self._carried is None else {"carried": self._carried.part(samples, self._device)}
+        given, carried = map_tensors(lambda each: widened(each).clone(), (part.given, former))
         args, kwargs = call_arguments(given)
         with collecting(Observers({"": self.model}), len(samples)):
             loss = check_loss(self.loss_fn(self.model, *args, **kwargs, **carried))

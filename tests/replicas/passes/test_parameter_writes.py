@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.replicas.passes import parameter_writes
+from lockstep.replicas.passes import leaks
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 BATCHES = [(X, Y), (X.flip(0), Y.flip(0))]
@@ -115,7 +115,7 @@ def test_weights_that_are_not_numbers_have_not_changed() -> None:
 def test_a_large_model_is_refused_without_a_copy_of_it(
     change: Callable[..., Any], num_devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parameter_writes, "MOST_COPIED", 10)
+    monkeypatch.setattr(leaks, "MOST_COPIED", 10)
     updater = updater_of(Scaled(change), num_devices)
     try:
         with pytest.raises(ValueError, match=r"must not write to its parameters .* 'scale' has changed"):

@@ -22,8 +22,7 @@ from lockstep.tree import PartialSum
 from lockstep.updaters.compute.shares import share_of
 from lockstep.updaters.ranks import rank_reduction
 from lockstep.updaters.ranks.coordinator import RankCoordinator
-from lockstep.updaters.ranks.rank_reduction import RankReduction
-from lockstep.updaters.ranks.rank_report import RankReport
+from lockstep.updaters.ranks.rank_reduction import RankReduction, RankReport
 from lockstep.updaters.step import engine
 from tests.support import gan as several
 from tests.support.half import TOO_HIGH, in_half, loss_of

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep import Communicator
-from lockstep.updaters.compute import merging
+from lockstep.updaters.compute import early_send
 from lockstep.updaters.ranks import rank_sum
 from tests.support.programs.sharding import RUNS, advance, updater_of
 from tests.support.ranks import run_on_ranks
@@ -24,15 +24,15 @@ NEVER = 1 << 40
 @pytest.mark.parametrize("work", [MLP, CONVNET], ids=["mlp", "convnet"])
 @pytest.mark.parametrize("num_shards", [5, 8])
 def test_merging_changes_no_bit(work: Workload, num_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "LARGE", NEVER)
+    monkeypatch.setattr(early_send, "LARGE", NEVER)
     expected = train(work, num_shards=num_shards, updates=4)
-    monkeypatch.setattr(merging, "LARGE", 1)
+    monkeypatch.setattr(early_send, "LARGE", 1)
     for num_devices in (1, 2, 3):
         assert train(work, Placement(num_devices), num_shards=num_shards, updates=4) == expected
 
 
 def test_merging_changes_no_bit_over_ranks_with_and_without_early_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "LARGE", NEVER)
+    monkeypatch.setattr(early_send, "LARGE", NEVER)
     run = RUNS["AdamW, foreach"]
     with finalized(updater_of(run, 1, shard=False)) as updater:
         expected = advance(run, updater, 6)
@@ -43,7 +43,7 @@ def _merged(communicator: Communicator) -> dict[bool, str]:
     run, found = RUNS["AdamW, foreach"], {}
     for early in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merging, "LARGE", 1)
+            patch.setattr(early_send, "LARGE", 1)
             patch.setattr(rank_sum, "SMALL_BYTES", 0)
             patch.setattr(rank_sum, "REPEATS_BEFORE_PREDICTION", 2 if early else NEVER)
             with finalized(updater_of(run, 1, shard=True, communicator=communicator)) as updater:
@@ -64,7 +64,7 @@ def test_each_gradient_is_freed_once_it_is_merged(monkeypatch: pytest.MonkeyPatc
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for large, expected in ((1, [1, 0, 1, 0]), (NEVER, [1, 1, 1, 1])):
-        monkeypatch.setattr(merging, "LARGE", large)
+        monkeypatch.setattr(early_send, "LARGE", large)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = ls.BatchIterator(torch.ones(8, 3), 8)
         with finalized(ls.StandardUpdater(batches, sgd, model, num_shards=4, loss_fn=counted)) as updater:
@@ -78,7 +78,7 @@ def test_each_gradient_is_freed_once_it_is_merged(monkeypatch: pytest.MonkeyPatc
 def test_a_gradient_that_backward_adds_to_twice_is_summed_in_the_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = []
     for large in (NEVER, 1):
-        monkeypatch.setattr(merging, "LARGE", large)
+        monkeypatch.setattr(early_send, "LARGE", large)
         torch.manual_seed(3)
         model = Twice()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)

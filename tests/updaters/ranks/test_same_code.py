@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.communicators import LocalCommunicator, MessageTable
 from lockstep.errors import DisagreementError
-from lockstep.updaters.ranks.same_code import BYTECODE, Code, _text, check_code, describe_code
+from lockstep.updaters.ranks.consistency import BYTECODE, Code, _text, check_code, describe_code
 from tests.support.programs.updates import BAD_RANK, outcome, rank
 from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.updaters.state.savepoint import copy_state
+from lockstep.updaters.state.checkpoint import copy_state
 from tests.support.small_updater import mean_of_output, updater_of
 
 

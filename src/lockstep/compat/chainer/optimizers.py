@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import optim
 from lockstep.arguments import check_instance
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.optim import HookList
 from lockstep.precision import first_nonfinite
 from lockstep.state import temporarily
@@ -161,7 +160,7 @@ class GradientMethod(optim.HookedOptimizer):
         """Warn about each parameter whose gradient is not finite, by name; see `is_safe_to_update`."""
         for name, parameter in self._check_set_up().named_parameters():
             if first_nonfinite({name: parameter.grad}) is not None:
-                warnings.warn(f"The gradient of {name!r} is not finite at t = {self.t}.", stacklevel=2)
+                warn(f"The gradient of {name!r} is not finite at t = {self.t}.")
 
     def create_update_rule(self) -> UpdateRule:
         """Return the arithmetic for single parameters, with the options of this optimizer."""
@@ -177,7 +176,7 @@ class GradientMethod(optim.HookedOptimizer):
         Args:
             use: Chainer's setting, which is ignored.
         """
-        warnings.warn("`use_cleargrads` changes nothing; remove the call.", DeprecationWarning, stacklevel=2)
+        warn("`use_cleargrads` changes nothing; remove the call.", DeprecationWarning)
 
     def serialize(self, serializer: Serializer) -> None:
         """Save or load everything that the next update depends on, except for the weights.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Protocol
 
@@ -190,30 +190,14 @@ class DynamicLossScalingUpdater:
     def _weight_decay_applied(self) -> Iterator[None]:
         """Apply the weight decay in a step of the solver, after the gradients were divided by the scale."""
         rate = self.weight_decay
-        if rate is None:
+        with ExitStack() as stack:
+            if rate is not None and isinstance(self.solver, SGDW | LAMB):
+                for group in self.solver.param_groups:
+                    stack.callback(group.update, weight_decay=group["weight_decay"])
+                    group["weight_decay"] = rate
+            elif rate is not None:
+                stack.callback(self.solver.register_step_pre_hook(WeightDecay(rate)).remove)
             yield
-        elif isinstance(self.solver, SGDW | LAMB):
-            with _decay_of_groups(self.solver, rate):
-                yield
-        else:
-            handle = self.solver.register_step_pre_hook(WeightDecay(rate))
-            try:
-                yield
-            finally:
-                handle.remove()
-
-
-@contextmanager
-def _decay_of_groups(solver: Optimizer, rate: float) -> Iterator[None]:
-    """Set the weight decay of a solver's groups, and restore it afterwards."""
-    original = [group["weight_decay"] for group in solver.param_groups]
-    for group in solver.param_groups:
-        group["weight_decay"] = rate
-    try:
-        yield
-    finally:
-        for group, decay in zip(solver.param_groups, original, strict=True):
-            group["weight_decay"] = decay
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.Tensor:

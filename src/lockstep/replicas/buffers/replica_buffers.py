@@ -17,7 +17,6 @@ of another dtype or on another device that a shard assigns to a buffer is conver
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -28,7 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning, few
+from lockstep.errors import DeterminismWarning, few, warn
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import (
@@ -140,12 +139,11 @@ class ReplicaBuffers:
         self._dropped.append((ref.path, value.shape, checksum(value)))
         if same and same[-1] != self._dropped[-1][-1]:
             self._dropped += [self._dropped[-1]] * MOST_DROPPED
-            warnings.warn(
+            warn(
                 f"The model's buffer {ref.path!r} is None, and shards assign different values to it. They are dropped, "
                 "because every shard begins with None. If the model remembers something there, register a value of its "
                 "final shape, such as zeros, and another buffer that says whether it has been set.",
                 DeterminismWarning,
-                stacklevel=2,
             )
 
     def restore_as_new(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
@@ -313,13 +311,12 @@ def warn_of_means(left: Mapping[str, set[int]]) -> None:
     """
     names = [name for name, found in left.items() if len(found) > 1]
     if names:
-        warnings.warn(
+        warn(
             f"The shards leave different values in the buffer {few([*map(repr, names)], 1)}, and `buffers` has no rule "
             "for it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
             f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
             'every shard adds, "min", "max" or "first".',
             DeterminismWarning,
-            stacklevel=2,
         )
 
 

@@ -17,10 +17,9 @@ from lockstep.plan import Shard
 from lockstep.replicas.batch.input_gradients import NO_GRADIENTS, GradMode, InputGradients, read_input_modes
 from lockstep.replicas.batch.inputs import BatchDim, Inputs, ShardInputs, check_dims
 from lockstep.replicas.buffers.buffer_refs import BufferRules, check_no_computed_buffers, trained_buffers
-from lockstep.replicas.group.bound_inputs import Description
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
 from lockstep.replicas.group.parameters import share_parameters, write_parameters
-from lockstep.replicas.group.signature import Signature
+from lockstep.replicas.group.signature import Description, Signature
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward, shards_of_batch
 from lockstep.replicas.passes.means import warn_of_values_of_shards

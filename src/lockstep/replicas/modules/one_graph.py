@@ -22,7 +22,6 @@ from lockstep.replicas.batch.inputs import BatchDim, Inputs
 from lockstep.replicas.buffers.buffer_refs import trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
 from lockstep.replicas.passes.forward_backward import Forward, ForwardBackward, shards_of_batch
-from lockstep.replicas.passes.tasks import ShardHooks
 from lockstep.state import temporarily
 from lockstep.tree import PartialSum, total
 
@@ -89,34 +88,32 @@ class AliasHooks:
     """A `ShardHooks` that makes shards compute with aliases of the parameters of the model.
 
     Args:
-        trained: The parameters of the model that require a gradient, and then such buffers, by name.
-        num_parameters: How many of these are parameters.
-        whole: The inputs that require a gradient and that every shard gets whole.
+        passes: The object that runs shards on the replicas, whose other hooks run inside of these.
         devices: The device of each shard, by index.
-        inner: Other hooks to run inside of this one, or None.
+        whole: The inputs that require a gradient and that every shard gets whole.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
 
     def __init__(
         self,
-        trained: Mapping[str, torch.Tensor],
-        num_parameters: int,
-        whole: Sequence[torch.Tensor],
+        passes: ForwardBackward,
         devices: Mapping[int, torch.device],
-        inner: ShardHooks | None,
-        *,
+        whole: Sequence[torch.Tensor],
         flat: FlattenedParameters | None,
     ) -> None:
+        model, self._inner = passes.replicas.model, passes.shard_hooks
+        parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        buffers = dict(trained_buffers(model).values())
+        trained: dict[str, torch.Tensor] = {**parameters, **buffers}
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            list(devices.values()), flat, num_parameters, *trained.values(), *whole
+            list(devices.values()), flat, len(parameters), *trained.values(), *whole
         )
         size = len(trained) + len(whole)
         sets = {shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)}
-        self._buffers = list(trained)[num_parameters:]
+        self._buffers = list(buffers)
         self._aliases = {shard: dict(zip(trained, each, strict=False)) for shard, each in sets.items()}
         self.inputs = {shard: each[len(trained) :] for shard, each in sets.items()}
         """The copies of the whole inputs, by shard."""
-        self._inner = inner
 
     @contextmanager
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> Iterator[None]:
@@ -166,16 +163,12 @@ def attached_forward(
         output_dim: The dimension that counts samples in the outputs.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
-    replicas, model = passes.replicas, passes.replicas.model
+    replicas = passes.replicas
     shards = shards_of_batch(inputs.num_samples, num_shards, tuple(replicas.workloads))
     devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
-    parameters: dict[str, torch.Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    buffers = dict(trained_buffers(model).values())
-    whole = [index for index, dim in enumerate(inputs.dims) if dim is None and inputs.tensors[index].requires_grad]
-    tensors, inner = inputs.tensors, passes.shard_hooks
-    hooks = AliasHooks(
-        parameters | buffers, len(parameters), [tensors[index] for index in whole], devices, inner, flat=flat
-    )
+    tensors = inputs.tensors
+    whole = [index for index, dim in enumerate(inputs.dims) if dim is None and tensors[index].requires_grad]
+    hooks = AliasHooks(passes, devices, [tensors[index] for index in whole], flat)
     by_shard = {shard.samples.start: tensors.copy() for shard in chain(*shards)}
     with temporarily(passes, shard_hooks=hooks):
         for shard in chain(*shards):

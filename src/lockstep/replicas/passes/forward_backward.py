@@ -28,10 +28,16 @@ from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, buffer
 from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_buffers
 from lockstep.replicas.buffers.replica_buffers import check_buffers, warn_of_means
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
-from lockstep.replicas.passes.shard_runner import ShardRunner, create_runners
+from lockstep.replicas.passes.shard_runner import (
+    BackwardTask,
+    ForwardTask,
+    ShardHooks,
+    ShardRunner,
+    create_runners,
+    mode_of,
+)
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
-from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ShardHooks, mode_of
 from lockstep.replicas.pool.interrupts import CallSigint
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.replicas.pool.settings import SINGLE_THREAD, ComputeMode, ThreadSettings, inherited

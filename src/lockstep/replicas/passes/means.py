@@ -6,12 +6,12 @@ gradient then depends on the number of shards.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
+from lockstep.errors import warn
 from lockstep.replicas.batch.outputs import Outputs
 
 REDUCED_BY_SUM: Final = 2
@@ -80,10 +80,7 @@ def warn_of_values_of_shards(outputs: Outputs, grads: Sequence[torch.Tensor | No
     ]
     found = {why_no_mean(each.tensors[at], len(each.shard.samples)) for at in wanted for each in outputs.results}
     for what in sorted(found - {""}):
-        warnings.warn(
-            f"{rule} returns {what} over them, so that the gradient depends on how the batch is split. {cure}",
-            stacklevel=3,
-        )
+        warn(f"{rule} returns {what} over them, so that the gradient depends on how the batch is split. {cure}")
 
 
 def _selects(node: Any, num_samples: int) -> bool:

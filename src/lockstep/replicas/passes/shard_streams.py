@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from lockstep.errors import RandomStreamWarning
+from lockstep.errors import RandomStreamWarning, warn
 from lockstep.plan import Shard
 from lockstep.replicas.pool.devices import NO_MODULE, NULL_CONTEXT
 from lockstep.streams import (
@@ -130,10 +129,9 @@ class ShardStreams:
     def _fall_back(self, reason: str) -> None:
         """Compute one shard at a time from now on, which gives the same bits on a single core."""
         self.one_at_a_time = True
-        warnings.warn(
+        warn(
             f"{reason}. The shards of this process now run one at a time, with the same result.",
             RandomStreamWarning,
-            stacklevel=2,
         )
 
 

@@ -103,7 +103,7 @@ def copy_model(
         memo[id(weight)] = weight.detach().to(device, copy=True)
     held = [value for module in model.modules() for value in (module, *vars(module).values())]
     inside = set(map(id, held))
-    for part in _hook_objects(model):
+    for part in (part for module in model.modules() for hook in hooks_of(module) for part in _parts(hook)):
         # A hook object outside of the model may hold state that all replicas share, or that cannot be copied.
         if id(part) not in inside and type(part) is not FunctionType:
             memo[id(part)] = part
@@ -253,10 +253,13 @@ def _computed_weights(model: nn.Module) -> list[tuple[nn.Module, Any, str]]:
     return [(module, hook, name) for module, hook, name in found if name in vars(module)]
 
 
-def _hook_objects(model: nn.Module) -> list[object]:
-    """List the objects that are hooks or that hooks belong to."""
-    hooks = [hook for module in model.modules() for name in HOOK_NAMES for hook in vars(module)[name].values()]
-    return [part for hook in hooks for part in _parts(hook)]
+def hooks_of(module: nn.Module) -> list[Any]:
+    """List the hooks of a module.
+
+    Args:
+        module: The module.
+    """
+    return [hook for name in HOOK_NAMES for hook in vars(module)[name].values()]
 
 
 def _parts(hook: object) -> list[object]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Final, Literal
 
 import torch
 
-from lockstep.errors import DeterminismWarning
+from lockstep.errors import DeterminismWarning, warn
 
 CUBLAS_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES: Final = (":4096:8", ":16:8")
@@ -109,12 +108,11 @@ def warn_of_kernels(variables: Mapping[str, str]) -> None:
     missing = [] if NOTICE.settled else missing_settings(variables)
     if missing:
         NOTICE.settled = True
-        warnings.warn(
+        warn(
             f"Kernels of CUDA may give other bits in every run, because these are not set: {', '.join(missing)}. Call "
             "lockstep.use_deterministic_kernels() before anything runs on a GPU, or "
             "lockstep.use_deterministic_kernels(False) if you prefer the fastest kernels.",
             DeterminismWarning,
-            stacklevel=4,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from contextvars import copy_context
@@ -17,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.arguments import check_instance
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters, refuse_wrapped
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
@@ -144,11 +143,10 @@ class ReplicaSet:
         if "cuda" in self.device_types:
             warn_of_kernels(os.environ)
         if len(self.device_types) > 1:
-            warnings.warn(
+            warn(
                 f"`devices` are of several types ({', '.join(self.device_types)}), whose kernels round differently, so "
                 "the determinism guarantee is suspended: the bits depend on which device computes a shard. Autocast "
                 "also casts other operations on each type.",
-                stacklevel=3,
             )
         self._seconds = seconds_of(timeout)
         self.watches_all = timeout is not None and timeout != "auto"
@@ -230,15 +228,6 @@ class ReplicaSet:
             self.sync_parameters()
         return False
 
-    def _shares_memory(self, place: int, parameter: torch.Tensor) -> bool:
-        """Return whether the replica of a device uses the memory of a parameter of the model itself.
-
-        Args:
-            place: The index of the device.
-            parameter: A parameter of the model.
-        """
-        return parameter.is_meta or parameter.device == self.devices[place]
-
     def new_replica(self, place: int) -> nn.Module:
         """Return another copy of the model for a device, as if the model had changed.
 
@@ -250,7 +239,9 @@ class ReplicaSet:
 
     def _copy(self, place: int, memo: dict[int, Any]) -> nn.Module:
         """Copy the model for one device and freeze the parameters that are to be frozen."""
-        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place), memo)
+        device = self.devices[place]
+        # On the device of the model, a replica uses the memory of its parameters.
+        replica = copy_model(self.model, device, lambda each: each.is_meta or each.device == device, memo)
         for name, parameter in replica.named_parameters():
             if name in self.frozen:
                 parameter.requires_grad_(False)

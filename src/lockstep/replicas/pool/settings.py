@@ -9,7 +9,6 @@ see. They are not applied in other threads; all work stays in the calling thread
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.replicas.pool.probes import FreshMemory, TakingTurns
 
 LEVELS: Final = threading.RLock()
@@ -266,11 +265,10 @@ def warn_of_kept(kept: str) -> None:
     Args:
         kept: The name of what the thread is inside of.
     """
-    warnings.warn(
+    warn(
         f"The calling thread is inside of {kept}, which no other thread can be given, so the devices of this process "
         "work in this thread, one after another and without a timeout, with the same result. Enter it in the loss "
         "function or in forward to use all devices at the same time.",
-        stacklevel=3,
     )
 
 

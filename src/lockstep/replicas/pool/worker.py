@@ -87,10 +87,6 @@ class Worker:
         """End the thread after the job that it is running. Calling this again has no effect."""
         self._finalizer()
 
-    def join(self) -> None:
-        """Wait until the thread of a closed worker has ended."""
-        self._thread.join()
-
     def submit(self, job: Job) -> None:
         """Start a job in the thread. The previous job must have been waited for.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ import torch
 from lockstep.arguments import check_choice, check_integer
 from lockstep.communicators import SumFault
 from lockstep.digest import checksums
-from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning, few
+from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning, few, warn
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, note_left
 from lockstep.updaters.detectors import GENERATORS, moved
@@ -433,8 +432,7 @@ class Auditor:
         """
         update, _ = at
         if self._every is None or not finding.is_repeatable:
-            self.has_warned = True
-            warnings.warn(f"{finding.text(update, devices)} {finding.cause()}", DeterminismWarning, stacklevel=2)
+            self._warn(f"{finding.text(update, devices)} {finding.cause()}")
             return False
         error = finding.error(update, devices)
         if not finding.wrong:
@@ -476,23 +474,21 @@ class Auditor:
         Args:
             names: The generators that moved while a shard was computed.
         """
-        if names and self._every != 0 and not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
+        if names:
+            self._warn(
                 f"The loss function or the model draws from {' and '.join(names)}. These numbers depend on which "
                 "device and rank computes which shard, and are no part of a saved state. Draw from torch without "
                 "`generator=`: its stream belongs to the shard. Or create a generator in the loss function, seeded "
                 "from torch: random.Random(torch.randint(2**31, ()).item()).",
                 RandomStreamWarning,
-                stacklevel=2,
             )
 
     def warn_of_outputs(self) -> None:
         """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""
-        if self._every != 0 and not self.has_warned:
+        self._warn(f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}")
+
+    def _warn(self, message: str, category: type[Warning] = DeterminismWarning) -> None:
+        """Warn once of a dependency, if audits are on."""
+        if self.is_on and not self.has_warned:
             self.has_warned = True
-            warnings.warn(
-                f"`forward` of the BatchLoss returned other outputs when it was called again for a shard. {CAUSES}",
-                DeterminismWarning,
-                stacklevel=2,
-            )
+            warn(message, category)

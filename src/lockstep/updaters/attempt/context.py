@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, DeferredSigint, ReplicaSet, ThreadSettings
-from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.checkpoint import Savepoint
 
 
 class UpdateSigint(DeferredSigint):

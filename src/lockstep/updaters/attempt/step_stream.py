@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from lockstep.errors import RandomStreamWarning
+from lockstep.errors import RandomStreamWarning, warn
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.detectors import generator_states, moved, warn_of_steps
@@ -84,11 +83,10 @@ class StepStream:
         names = moved(before, generator_states(functions))
         if names and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"The optimizer, a hook, the step function or a BatchLoss drew from {' and '.join(names)}. A saved "
                 "state does not hold the generator, so that a resumed run would draw other numbers. Draw from torch "
                 "instead, without `generator=`: its random stream belongs to the update. Or create a generator in the "
                 "step, seeded from torch: random.Random(torch.randint(2**31, ()).item()).",
                 RandomStreamWarning,
-                stacklevel=2,
             )

@@ -59,12 +59,30 @@ class Times:
 
 
 @dataclass(slots=True)
-class _DevicePhase:
-    """What a device is doing, and since when."""
+class _Activity:
+    """What a thread is doing, and since when.
 
-    place: int
+    Attributes:
+        seconds: The seconds in each phase so far.
+        devices: The devices that are waited for at the end of a phase.
+        phase: The phase.
+        since: When it began.
+    """
+
+    seconds: dict[str, float]
+    devices: Sequence[torch.device]
     phase: str
-    since: float
+    since: float = 0.0
+
+    def enter(self, phase: str) -> None:
+        """End the phase, and begin another one."""
+        for device in self.devices:
+            # An accelerator has queued work, whose time would count for another phase.
+            if device.type not in {"cpu", "meta"}:
+                torch.accelerator.synchronize(device)
+        now = time.perf_counter()
+        self.seconds[self.phase] += now - self.since
+        self.phase, self.since = phase, now
 
 
 class Clock(Watch):
@@ -90,13 +108,12 @@ class Clock(Watch):
     def __init__(self, watch: Watch, devices: Sequence[torch.device]) -> None:
         self._watch = watch
         self._devices = devices
-        self._on_devices: dict[int, _DevicePhase] = {}
+        self._on_devices: dict[int, _Activity] = {}
         self.num_users = 0
         self._thread = threading.get_ident()
-        self._phase, self._since = BETWEEN, 0.0
-        self._seconds = dict.fromkeys(PHASES.values(), 0.0)
+        self._main = _Activity(dict.fromkeys(PHASES.values(), 0.0), devices, BETWEEN)
         self._device_seconds = [dict.fromkeys(DEVICE_PHASES, 0.0) for _ in devices]
-        self.zero = Times(dict(self._seconds), [dict(seconds) for seconds in self._device_seconds])
+        self.zero = self._times()
 
     def start(self) -> Times:
         """Measure for one user more, and return what to pass to `stop`.
@@ -106,7 +123,7 @@ class Clock(Watch):
         self.num_users += 1
         if self.num_users == 1:
             self._thread = threading.get_ident()
-            self._phase, self._since = BETWEEN, time.perf_counter()
+            self._main.phase, self._main.since = BETWEEN, time.perf_counter()
         return self._read()
 
     def stop(self, start: Times) -> Times:
@@ -117,8 +134,11 @@ class Clock(Watch):
 
     def _read(self) -> Times:
         """Return all times up to this moment."""
-        self._enter(self._phase)
-        return Times(dict(self._seconds), [dict(seconds) for seconds in self._device_seconds])
+        self._main.enter(self._main.phase)
+        return self._times()
+
+    def _times(self) -> Times:
+        return Times(dict(self._main.seconds), [dict(seconds) for seconds in self._device_seconds])
 
     @property
     def phase(self) -> str:
@@ -133,9 +153,9 @@ class Clock(Watch):
         thread = threading.get_ident()
         device = self._on_devices.get(thread)
         if device is not None and phase in DEVICE_PHASES:
-            self._enter_on_device(device, phase)
-        elif thread == self._thread and PHASES.get(phase, BETWEEN) != self._phase:
-            self._enter(PHASES.get(phase, BETWEEN))
+            device.enter(phase)
+        elif thread == self._thread and PHASES.get(phase, BETWEEN) != self._main.phase:
+            self._main.enter(PHASES.get(phase, BETWEEN))
 
     def timed(self, compute: Callable[[int], None]) -> Callable[[int], None]:
         """Return a function that runs the work of one device and measures it.
@@ -145,32 +165,20 @@ class Clock(Watch):
         """
         if not self.num_users:
             return compute
-        self._enter(COMPUTE)
+        self._main.enter(COMPUTE)
 
         def run(place: int) -> None:
             # Threads of several devices add only entries of their own.
             thread = threading.get_ident()
-            self._on_devices[thread] = device = _DevicePhase(place, DEVICE_PHASES[0], time.perf_counter())
+            own, device = self._device_seconds[place], self._devices[place]
+            self._on_devices[thread] = activity = _Activity(own, [device], DEVICE_PHASES[0], time.perf_counter())
             try:
                 compute(place)
             finally:
-                self._enter_on_device(device, DEVICE_PHASES[0])
+                activity.enter(DEVICE_PHASES[0])
                 del self._on_devices[thread]
 
         return run
-
-    def _enter(self, phase: str) -> None:
-        for device in self._devices:
-            _synchronize(device)
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
-
-    def _enter_on_device(self, device: _DevicePhase, phase: str) -> None:
-        _synchronize(self._devices[device.place])
-        now = time.perf_counter()
-        self._device_seconds[device.place][device.phase] += now - device.since
-        device.phase, device.since = phase, now
 
 
 class Stopwatch:
@@ -202,12 +210,6 @@ class Stopwatch:
         if self._start is not None:
             self.times, self.num_stretches = self.times.plus(self._clock.stop(self._start)), self.num_stretches + 1
             self._start = None
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its queued work, so that a clock measures it."""
-    if device.type not in {"cpu", "meta"}:
-        torch.accelerator.synchronize(device)
 
 
 LOG = logging.getLogger("lockstep")

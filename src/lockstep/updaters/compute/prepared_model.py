@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep.errors import warn
 from lockstep.metrics import Observers, report
 from lockstep.replicas import (
     BufferRef,
@@ -24,7 +24,8 @@ from lockstep.replicas import (
     buffer_refs,
     create_runner,
 )
-from lockstep.updaters.compute.merging import can_be_merged
+from lockstep.state import temporarily
+from lockstep.updaters.compute.early_send import can_be_merged
 from lockstep.updaters.setup.recipe import Recipe
 
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -58,19 +59,17 @@ def observe_logs(replica: nn.Module) -> None:
             own = [base for base in type(module).__mro__ if base.__module__.split(".")[0] not in LIBRARIES]
             hooks = HOOKS & {name for base in own for name in vars(base)}
             if hooks:
-                warnings.warn(
+                warn(
                     f"{type(module).__name__} overrides {' and '.join(sorted(hooks))}, which nothing calls because no "
                     "Lightning Trainer runs. Pass clip_grad_norm=, scheduler= or an optimizer with a hook to the "
                     "updater, or write a step function (`step_fn`); call what follows an update in an extension.",
-                    stacklevel=2,
                 )
             read = OF_TRAINERS & _names(own)
             if read:
-                warnings.warn(
+                warn(
                     f"{type(module).__name__} reads {' and '.join(sorted(read))}, which stay 0 because no Lightning "
                     "Trainer runs. Read updater.iteration and updater.epoch in the loss function instead, and pass "
                     "them to the step.",
-                    stacklevel=2,
                 )
 
 
@@ -196,13 +195,10 @@ class PreparedModel:
         """
         pairs = zip(self.parameters, runner.parameters, strict=True)
         others = [copied for parameter, copied in pairs if id(parameter) not in wanted]
-        for each in others:
-            each.requires_grad_(False)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for each in others:
-                each.requires_grad_(True)
+                stack.enter_context(temporarily(each, requires_grad=False))
+            yield
 
 
 def recording_runners(replicas: ReplicaSet, rules: BufferRules = "mean") -> list[ShardRunner]:

@@ -21,8 +21,7 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import ShardSum, Tensors
-from lockstep.updaters.compute.early_send import DeviceSend, EarlySend
-from lockstep.updaters.compute.merging import GradientMerge
+from lockstep.updaters.compute.early_send import DeviceSend, EarlySend, GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state.carried import CarriedAttempt

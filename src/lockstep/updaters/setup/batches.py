@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from lockstep import nest
 from lockstep.data import Iterator, Samples, collate
 from lockstep.digest import checksum
+from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
@@ -218,12 +218,11 @@ class ListRule:
             )
             if is_alike and not self._has_warned_of_list and nest.has_tensor(part):
                 self._has_warned_of_list = True
-                warnings.warn(
+                warn(
                     f"`batch` holds a list of {size} entries, whose tensors have {size} rows, and {size} samples: the "
                     "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
                     "themselves: lockstep.IterableBatches(source, batches_of='samples') with a converter=. If not, "
                     "pass a tuple.",
-                    stacklevel=2,
                 )
 
 

@@ -1,23 +1,214 @@
-"""Save everything the next update depends on, and load it again."""
+"""Save everything the next update depends on, and load it again; in memory for an update of several steps that fails.
+
+Which parameters are frozen is a part of every saved state, and described in the recipe.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.errors import StateError
+from lockstep.digest import digest
+from lockstep.errors import StateError, few, warn
+from lockstep.optim import StatefulHook, without_pre_hooks
 from lockstep.precision import CurrentScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
-from lockstep.updaters.state.frozen import check_frozen, frozen_names, restore_frozen
-from lockstep.updaters.state.savepoint import Savepoint, copy_state
+from lockstep.updaters.state.lazy import with_metadata
 from lockstep.updaters.state.training import TrainingState
+
+FrozenNames: TypeAlias = dict[str, list[str]]
+"""The names of frozen parameters by the name of their model; models without any are left out."""
+
+LISTED: Final = 20
+"""The number of frozen parameters that a recipe lists by name."""
+
+
+def frozen_names(models: Mapping[str, nn.Module]) -> FrozenNames:
+    """Return the parameters that require no gradient.
+
+    Args:
+        models: The models by name.
+    """
+    found = {
+        name: [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
+        for name, model in models.items()
+    }
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def frozen_text(names: Sequence[str]) -> Any:
+    """Return frozen parameters as the value of a field of the recipe: their names, or their number if they are many.
+
+    >>> frozen_text(["0.weight"]), frozen_text([f"{index}.weight" for index in range(300)])
+    (['0.weight'], '300 parameters, digest 31d1cc1c')
+    """
+    return list(names) if len(names) <= LISTED else f"{len(names)} parameters, digest {digest(list(names))[:8]}"
+
+
+def check_frozen(saved: Mapping[str, Sequence[str]], models: Mapping[str, nn.Module]) -> None:
+    """Check that saved names of frozen parameters are those of parameters.
+
+    Args:
+        saved: What `frozen_names` returned.
+        models: The models by name.
+
+    Raises:
+        StateError: If there is no such model or parameter.
+    """
+    for name, paths in saved.items():
+        own = dict(models[name].named_parameters()) if name in models else {}
+        unknown = [path for path in paths if path not in own]
+        if unknown or name not in models:
+            known = sorted(models)
+            raise StateError(
+                f"`state['frozen']` must name parameters of the models {known}, got {unknown} of model {name!r}."
+            )
+
+
+def restore_frozen(saved: Mapping[str, Sequence[str]], models: Mapping[str, nn.Module]) -> None:
+    """Freeze the parameters that were frozen when a state was saved, and no others; warn if that changes any.
+
+    Args:
+        saved: What `frozen_names` returned.
+        models: The models by name, changed in place.
+    """
+    changed: list[str] = []
+    for name, model in models.items():
+        frozen = set(saved.get(name, ()))
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad is (path in frozen):
+                parameter.requires_grad_(path not in frozen)
+                changed.append(path if len(models) == 1 else f"{name}.{path}")
+    if changed:
+        warn(
+            f"Other parameters are frozen than when the state was saved: {few(changed, LISTED)}. Their "
+            "`requires_grad` is now as it was saved. To train others from here on, freeze parameters before you create "
+            "the updater, and accept the field `frozen` of the recipe when you resume.",
+        )
+
+
+class Savepoint:
+    """The current values of parameters, buffers, optimizers and schedulers.
+
+    Args:
+        training: The training state, with everything that steps may change. Parameters without a shape are left out;
+            see `include`. Of state that is shared out over ranks, this rank copies its part.
+    """
+
+    def __init__(self, training: TrainingState) -> None:
+        training.unsaved.check()
+        carried = training.carried
+        # Steps replace these values, and do not change them.
+        self._carried = None if carried is None else (carried, carried.current)
+        self._tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self.include(training.replicas.model)
+        self._sharded = [(each, copy_state(each.own_state())) for each in training.sharded.values()]
+        with ExitStack() as hidden:
+            for each, _ in self._sharded:
+                hidden.enter_context(each.without_state())
+            self._optimizers = [(each, copy_state(each.state_dict())) for each in training.optimizers.values()]
+        stateful: tuple[LRScheduler | StatefulHook, ...] = (
+            *training.schedulers.values(),
+            *training.step_hooks().values(),
+        )
+        self._stateful = [(each, copy_state(each.state_dict())) for each in stateful]
+        self._masters = [(each, copy_state(each.saved_masters())) for each in training.all_masters()]
+
+    def include(self, model: nn.Module) -> None:
+        """Copy tensors that have got their shape since.
+
+        Args:
+            model: All networks.
+        """
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in self._tensors and not is_lazy(tensor):
+                self._tensors[tensor] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything, bit for bit."""
+        for tensor, before in self._tensors.items():
+            # Copied in place: optimizers, replicas and the user's own references keep pointing to the same tensors.
+            tensor.copy_(before)
+        for optimizer, state in self._optimizers:
+            _restore(optimizer, state)
+        for sharded, own in self._sharded:
+            sharded.restore(own)
+        for each, state in self._stateful:
+            each.load_state_dict(state)
+        for masters, values in self._masters:
+            masters.load_masters(values)
+        if self._carried is not None:
+            carried, current = self._carried
+            carried.current = current
+
+
+def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load the saved state of an optimizer, each tensor in the dtype it had."""
+    # Hooks migrate states of older versions. This state is the optimizer's own, and must not be changed.
+    with without_pre_hooks(optimizer):
+        optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Loading casts to the dtype of the parameter, in which float32 state would lose bits.
+    for index, parameter in enumerate(parameters):
+        if index in saved["state"]:
+            optimizer.state[parameter] = saved["state"][index]
+
+
+def copy_state(value: Any, device: str | None = None) -> Any:
+    """Copy nested state with its tensors, three times as fast as `copy.deepcopy`.
+
+    One tensor under several names, as tied weights are in a state, is one tensor in the copy too.
+
+    Args:
+        value: The state to copy.
+        device: The device of the copies; None for that of each tensor.
+    """
+    return _copy(value, {}, device)
+
+
+def _copy(value: Any, copies: dict[Hashable, torch.Tensor], device: str | None) -> Any:
+    """Copy nested state.
+
+    Args:
+        value: The state to copy.
+        copies: The copies made so far, by the memory they were made of.
+        device: The device of the copies; None for that of each tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return _copy_tensor(value, copies, device)
+    if isinstance(value, Mapping):
+        parts = {key: _copy(part, copies, device) for key, part in value.items()}
+        return with_metadata(parts, value)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_copy(part, copies, device) for part in value)
+    return copy.deepcopy(value)
+
+
+def _copy_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor], device: str | None) -> torch.Tensor:
+    """Copy a tensor once; a state contains a tied weight as a separate view for each of its names."""
+    # Sparse tensors have no address, and all empty ones share one.
+    if value.layout is not torch.strided or not value.numel():
+        return _cloned(value, device)
+    # Views with the same address and the same form hold the same numbers.
+    form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+    place = (value.device, value.data_ptr(), form)
+    if place not in copies:
+        copies[place] = _cloned(value, device)
+    return copies[place]
+
+
+def _cloned(value: torch.Tensor, device: str | None) -> torch.Tensor:
+    return value.detach().clone() if device is None else value.detach().to(device, copy=True)
 
 
 def _separate_elements(model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from lockstep.streams import INITIALISATION, DefaultStream, stream_seed, substream
-from lockstep.updaters.state.savepoint import with_metadata
 
 
 def is_uninitialised(model: nn.Module) -> bool:
@@ -87,3 +88,19 @@ def load_state(model: nn.Module, state: dict[str, Any]) -> None:
     """
     shaped = {name: UninitializedParameter() if value is None else value for name, value in state.items()}
     model.load_state_dict(with_metadata(shaped, state))
+
+
+def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the module versions of another state to a state; modules use them to migrate old states.
+
+    Args:
+        state: The state without versions.
+        source: The state with versions, which `state_dict` has returned.
+    """
+    # PyTorch stores the versions in an attribute of what `state_dict` returns.
+    metadata = getattr(source, "_metadata", None)
+    if metadata is None:
+        return state
+    named = OrderedDict(state)
+    named._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+    return named

@@ -24,7 +24,7 @@ from lockstep.updaters.loss import Supervised
 from lockstep.updaters.setup.names import MAIN
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedValues
-from lockstep.updaters.state.frozen import frozen_names, frozen_text
+from lockstep.updaters.state.checkpoint import frozen_names, frozen_text
 from lockstep.updaters.state.training import TrainingState
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,10 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.communicators import Communicator
+from lockstep.errors import warn
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
+from lockstep.updaters.attempt.attempt import Deferral
 from lockstep.updaters.attempt.audit import Auditor
-from lockstep.updaters.attempt.deferred import Deferral
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Coordinator
 from lockstep.updaters.ranks.rank_reduction import join_ranks
@@ -41,8 +41,8 @@ from lockstep.updaters.step.checks import (
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
-from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
+from lockstep.updaters.step.sharing import ShardOptimizer, check_shardable, share_out
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -167,11 +167,10 @@ def assemble(
 def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Communicator) -> None:
     """Warn where the number of shards does not fit the devices."""
     if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
-        warnings.warn(
+        warn(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
             "results that do not.",
-            stacklevel=5,
         )
     if communicator.rank == 0:
         devices = len(engine.replicas.devices) * communicator.size

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dis import get_instructions
-from functools import cached_property, partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from lockstep.digest import checksum
-from lockstep.errors import DeterminismWarning, few
+from lockstep.errors import DeterminismWarning, few, warn
 from lockstep.nest import attributes, listed
-from lockstep.replicas import HOOK_NAMES
-from lockstep.updaters.detectors import OF_MODULES, called_functions, names_in, of_function, with_inner
+from lockstep.replicas import hooks_of
+from lockstep.updaters.detectors import (
+    OF_MODULES,
+    called_functions,
+    functions_in,
+    names_in,
+    of_function,
+    with_inner,
+)
 from lockstep.updaters.result import UpdateResult
 
 VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
@@ -103,14 +108,13 @@ def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) ->
     metrics = [each.path for each in changed if torchmetrics and isinstance(each.module, torchmetrics.Metric)]
     found = list(dict.fromkeys([*metrics, *(str(each) for each in changed if each.name in read)]))
     if found:
-        warnings.warn(
+        warn(
             f"Forward changes attributes of the model that your program seems to read elsewhere: {few(found)}. Each "
             "device has a copy of the model with attributes of its own, which the original does not get: between "
             "updates you read there the value from before the run, and what you reset there is not reset in the "
             "copies. Pass the value to lockstep.report in the loss function, or register it as a buffer with a rule "
             "(`buffers`). If your program does not use it, filter this warning.",
             DeterminismWarning,
-            stacklevel=2,
         )
 
 
@@ -155,7 +159,7 @@ def _mentioned(code: CodeType, variables: Mapping[str, Any]) -> Iterator[tuple[C
         # By type, so that no code of a class runs.
         if issubclass(type(value), type | FunctionType) and value.__module__ == variables.get("__name__"):
             members = vars(value).values() if isinstance(value, type) else [value]
-            functions = [function for member in members for function in _functions_in(member)]
+            functions = [function for member in members for function in functions_in(member)]
             yield from ((function.__code__, isinstance(value, type)) for function in functions)
 
 
@@ -176,36 +180,24 @@ def _methods_of(model: nn.Module) -> dict[str, list[FunctionType]]:
     kinds = {type(module) for module in model.modules()}
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (nn.Module, object)):
         for name, member in vars(base).items():
-            methods.setdefault(name, []).extend(_functions_in(member))
+            methods.setdefault(name, []).extend(functions_in(member))
     return methods
 
 
 def _used_code(loss_fn: Any, model: nn.Module, methods: Mapping[str, Sequence[FunctionType]]) -> set[CodeType]:
     """Return the code of a loss function, of forwards, and of functions and methods that they call."""
-    left = [function for each, _ in called_functions(loss_fn) for function in _functions_in(each)]
+    left = [function for each, _ in called_functions(loss_fn) for function in functions_in(each)]
     # What is read while a model is built has no value of a forward.
     left += [method for name in ("__init__", "forward", "__call__") for method in methods.get(name, ())]
     for module in model.modules():
-        hooks = [hook for name in HOOK_NAMES for hook in vars(module)[name].values()]
-        left += [function for each in (*vars(module).values(), *hooks) for function in _functions_in(each)]
+        held = (*vars(module).values(), *hooks_of(module))
+        left += [function for each in held for function in functions_in(each)]
     found = set[CodeType]()
     while left and len(found) < MOST_CODE:
         function = left.pop()
         if function.__code__ not in found:
             found.update(with_inner(function.__code__))
             left += [method for name in {*names_in(function.__code__)} for method in methods.get(name, ())]
-            called = [each for _, value in of_function(function) for each in _functions_in(value)]
+            called = [each for _, value in of_function(function) for each in functions_in(value)]
             left += [each for each in called if each.__module__.split(".")[0] not in LIBRARIES]
     return found
-
-
-def _functions_in(value: Any) -> list[FunctionType]:
-    """Return the function that a value is, or that a method, a property, a partial or a decorator has inside."""
-    kind = type(value)
-    if kind is FunctionType:
-        return [value, *_functions_in(vars(value).get("__wrapped__"))]
-    if kind in (MethodType, staticmethod, classmethod):
-        return _functions_in(value.__func__)
-    if kind in (partial, cached_property):
-        return _functions_in(value.func)
-    return _functions_in(value.fget) if kind is property else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from lockstep import plan
 from lockstep.arguments import check_choice, check_instance
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
@@ -33,8 +32,8 @@ from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
 from lockstep.updaters.step.attributes import changed_attributes, warn_of_reads
-from lockstep.updaters.step.fused import check_dense
 from lockstep.updaters.step.originals import check_attributes_read, check_buffers_read
+from lockstep.updaters.step.stepping import check_dense
 
 
 def check_fit(
@@ -167,16 +166,14 @@ def warn_of_idle_devices(recipe: Recipe, iterator: Iterator, *, devices: int) ->
         return
     batches = recipe.accumulate if isinstance(recipe.accumulate, int) else 1
     if shards * batches < devices:
-        warnings.warn(
+        warn(
             f"`num_shards` is {shards}, but there are {devices} devices, of which some will have nothing to compute. "
             "Use fewer devices, or more shards, which is another result.",
-            stacklevel=6,
         )
     if isinstance(iterator, BatchIterator) and shards > iterator.batch_size:
-        warnings.warn(
+        warn(
             f"`num_shards` is {shards}, but a batch has only {iterator.batch_size} samples: each of them is a shard, "
             "and the others are empty. Use fewer shards or larger batches.",
-            stacklevel=6,
         )
 
 
@@ -325,13 +322,12 @@ def warn_of_no_means(found: Iterable[str]) -> None:
         found: What the losses of shards are; nothing for means.
     """
     for what in sorted({*found} - {""}):
-        warnings.warn(
+        warn(
             f"`loss_fn` must return the mean over the samples of its shard, but returns {what} so that the "
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
             "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
             "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
             "`lockstep verify` compares the gradients.",
-            stacklevel=4,
         )
 
 

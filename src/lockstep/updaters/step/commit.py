@@ -5,7 +5,6 @@ Warnings of steps that a program makes beside those of the updater belong here, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,17 +18,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.digest import checksum
-from lockstep.errors import collect_error
+from lockstep.errors import collect_error, warn
 from lockstep.precision import ChangesOnlyGradients, parameters_of
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
-from lockstep.updaters.attempt.attempt import FINITE, Attempt
-from lockstep.updaters.attempt.deferred import Deferral
+from lockstep.updaters.attempt.attempt import FINITE, Attempt, Deferral
 from lockstep.updaters.attempt.step_stream import StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.names import MAIN, Names
-from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.checkpoint import Savepoint
 from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
@@ -41,8 +39,8 @@ from lockstep.updaters.step.checks import (
 )
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OpenStream, OptimizerStep
+from lockstep.updaters.step.retry import SkippedUpdates, warn_of_losses
 from lockstep.updaters.step.sharing import SharedStep
-from lockstep.updaters.step.skips import SkippedUpdates, warn_of_losses
 
 COUNTS_EPOCHS: Final = ("new_epoch", "use_auto_new_epoch")
 """The method and the attribute of an optimizer that counts epochs, as those of lockstep do."""
@@ -173,7 +171,7 @@ class OwnSteps:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=5)
+            warn(message)
 
 
 BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")

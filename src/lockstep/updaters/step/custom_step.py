@@ -19,11 +19,11 @@ from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.detectors import generator_states, moved
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
-from lockstep.updaters.ranks.same_batches import describe_batch
+from lockstep.updaters.ranks.coordinator import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup.batches import own_iterator_error
 from lockstep.updaters.setup.names import MAIN, Names
-from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.checkpoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
 
 

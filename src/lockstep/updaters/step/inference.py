@@ -248,47 +248,35 @@ class InferenceRunner:
         observers: Sequence[Observers],
         first: int,
     ) -> list[ShardResult]:
-        """Run a function on the shards of all devices, again if some were left out."""
-        with UpdateContext(self.replicas, training=False) as context:
-            results = self._compute(cut, function, observers, first, context)
-            # Shards were left out if there was an interrupt whose handler returned.
-            while context.interrupts.check():
-                results = self._compute(cut, function, observers, first, context)
-        return results
-
-    def _compute(
-        self,
-        cut: Callable[[], Sequence[Sequence[Any]]],
-        function: ShardFunction,
-        observers: Sequence[Observers],
-        first: int,
-        context: UpdateContext,
-    ) -> list[ShardResult]:
-        """Run the function on the shards of all devices, at the same time where there are several."""
-        watch = self.communicator.watch
+        """Run a function on the shards of all devices, at the same time where there are several."""
+        watch, has_run = self.communicator.watch, False
         tasks = [DeviceForwards(function, self.precision, each, watch) for each in observers]
-        device_shards = cut()
+        with UpdateContext(self.replicas, training=False) as context:
+            device_shards = cut()
 
-        def on_device(place: int) -> None:
-            runner, shards = self.runners[place], device_shards[place]
-            runner.buffers.start_shards(shards[0][0].index if shards else 0)
-            runner.run(shards, tasks[place], self.streams)
+            def on_device(place: int) -> None:
+                runner, shards = self.runners[place], device_shards[place]
+                runner.buffers.start_shards(shards[0][0].index if shards else 0)
+                runner.run(shards, tasks[place], self.streams)
 
-        def run(*, parallel: bool) -> None:
-            nonlocal device_shards
-            # A first run that drew from the default generator is discarded.
-            if any(task.results for task in tasks):
-                device_shards = cut()
-            for task in tasks:
-                task.results.clear()
-            self.replicas.run(on_device, settings=context.settings, parallel=parallel)
+            def run(*, parallel: bool) -> None:
+                nonlocal device_shards, has_run
+                # A first run that drew from the default generator, or that left shards out, is discarded.
+                device_shards, has_run = cut() if has_run else device_shards, True
+                for task in tasks:
+                    task.results.clear()
+                self.replicas.run(on_device, settings=context.settings, parallel=parallel)
 
-        self.streams.run(
-            run,
-            seed=self.conversion.seed,
-            first=first * self.shards_per_batch,
-            parallel=self.replicas.wants_threads(device_shards),
-        )
+            left_out = True
+            while left_out:
+                self.streams.run(
+                    run,
+                    seed=self.conversion.seed,
+                    first=first * self.shards_per_batch,
+                    parallel=self.replicas.wants_threads(device_shards),
+                )
+                # There was an interrupt whose handler returned.
+                left_out = context.interrupts.check()
         return list(chain.from_iterable(task.results for task in tasks))
 
 

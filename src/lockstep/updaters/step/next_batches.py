@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -12,7 +11,7 @@ import torch
 
 from lockstep import nest
 from lockstep.data import Iterator, Samples
-from lockstep.errors import RandomStreamWarning
+from lockstep.errors import RandomStreamWarning, warn
 from lockstep.replicas import CopyStreams, ReplicaSet
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultGeneratorGuard
@@ -26,33 +25,6 @@ LOG: Final = logging.getLogger("lockstep")
 
 _VALUES: Final = (type(None), bool, int, float, complex, str, bytes)
 """The types of values in a shard that have no memory on a device."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedBatches:
-    """The batches of an update that has not begun.
-
-    Attributes:
-        batches: The batches, as the iterator returned them.
-        share: The shards of them that this process computes.
-        first: The position of the random stream of shard 0.
-        device_shards: The tensors of these shards, on the devices that compute them.
-    """
-
-    batches: Sequence[Any]
-    share: RankShare
-    first: int
-    device_shards: DeviceShards
-
-    def is_for(self, batches: Sequence[Any], share: RankShare, first: int) -> bool:
-        """Return whether these are the tensors of some batches, for the same shards, devices and random streams."""
-        return (
-            len(batches) == len(self.batches)
-            # An iterator that has moved or was reset returns other objects.
-            and all(map(lambda one, other: one is other, batches, self.batches))
-            and share.shards_by_device == self.share.shards_by_device
-            and first == self.first
-        )
 
 
 @dataclass(eq=False)
@@ -82,7 +54,8 @@ class NextBatches:
         # Converters that you write may depend on what happens between two updates.
         self._converts_early = self.always or not self.conversion.is_own
         self._streams = CopyStreams(self.replicas.accelerators)
-        self._copied: CopiedBatches | None = None
+        self._copied: tuple[object, Sequence[Any], DeviceShards] | None = None
+        """What tensors are for, the batches as the iterator has returned them, and the tensors of their shards."""
         self._has_ended = False
 
     def take(self, batches: Sequence[Any], share: RankShare, first: int) -> DeviceShards | None:
@@ -94,8 +67,8 @@ class NextBatches:
             first: The position of the random stream of shard 0.
         """
         copied, taken = self._copied, None
-        if copied is not None and copied.is_for(batches, share, first):
-            self._copied, taken = None, copied.device_shards
+        if copied is not None and copied[0] == _purpose(batches, share, first):
+            self._copied, (_, _, taken) = None, copied
             for shards, device in zip(taken, self._devices, strict=True):
                 self._streams.hand_over(device, nest.tensors([tensors for _, tensors in shards]))
         self._streams.start()
@@ -128,9 +101,10 @@ class NextBatches:
             return
         try:
             share = self.share([batch_size(batch, self.conversion.batch_dim) for batch in batches])
-            if self._copied is None or not self._copied.is_for(batches, share, first):
+            purpose = _purpose(batches, share, first)
+            if self._copied is None or self._copied[0] != purpose:
                 self._copied = None  # frees its memory first
-                self._copied = CopiedBatches(batches, share, first, self._convert(batches, share, first))
+                self._copied = purpose, batches, self._convert(batches, share, first)
         except Exception as error:  # noqa: BLE001 - raised in the update that converts the batches again
             LOG.debug("The batches of the next update were not copied ahead: %r", error)
         if guard.moved():
@@ -167,12 +141,17 @@ class NextBatches:
     def _end(self, what: str, consequence: str) -> None:
         """Copy no more batches ahead, and warn."""
         self._has_ended = True
-        warnings.warn(
+        warn(
             f"{what} a batch draws from torch's default generator, so batches are not copied to the devices ahead any "
             f"more. {consequence} with copy_ahead=False, which avoids this warning.",
             RandomStreamWarning,
-            stacklevel=2,
         )
+
+
+def _purpose(batches: Sequence[Any], share: RankShare, first: int) -> object:
+    """Return what the tensors of shards are for: some batches, devices and random streams."""
+    # An iterator that has moved or was reset returns other objects.
+    return list(map(id, batches)), share.shards_by_device, first
 
 
 def _opaque(value: Any) -> list[Any]:

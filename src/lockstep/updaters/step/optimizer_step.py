@@ -15,7 +15,6 @@ from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, skipped_if
 from lockstep.updaters.step.checks import VERSION_OF
-from lockstep.updaters.step.fused import match_state_layout
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.stepping import (
     RunOnDevices,
@@ -23,6 +22,7 @@ from lockstep.updaters.step.stepping import (
     balance,
     can_step_in_parts,
     drawing_hooks,
+    match_state_layout,
     step_in_parts,
     step_whole,
 )

@@ -7,9 +7,8 @@ is the mean of the means over its parts, and so is its gradient.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,18 +16,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.replicas import Draws, as_real, uncompiled
+from lockstep.state import temporarily
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.attempt.other_place import without_caches
 from lockstep.updaters.compute.shard_gradients import DeviceForwards
 from lockstep.updaters.loss import check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup.batches import Conversion
-from lockstep.updaters.step.recomputation import Recomputation
+from lockstep.updaters.step.recomputation import Recomputation, without_caches
 
 MOST_PARTS: Final = 4
 """The number of parts that a shard is cut into, if it has enough samples."""
@@ -88,12 +88,11 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     if differs:
         no_means.add(differs)
     for name, what in reported.items():
-        warnings.warn(
+        warn(
             f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
             "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
             "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
             "an extreme or a metric such as F1 in an Evaluator, or after the update.",
-            stacklevel=4,
         )
 
 
@@ -256,13 +255,10 @@ def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Paramet
 @contextmanager
 def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Use the running statistics of batch normalization inside the ``with`` block."""
-    modes = [(each, each.training) for each in model.modules() if isinstance(each, _BatchNorm)]
-    if any(each.running_mean is None for each, _ in modes):
-        raise ValueError("Without running statistics a shard is normalized by its own.")
-    for each, _ in modes:
-        each.training = False
-    try:
+    with ExitStack() as stack:
+        for each in model.modules():
+            if isinstance(each, _BatchNorm):
+                if each.running_mean is None:
+                    raise ValueError("Without running statistics a shard is normalized by its own.")
+                stack.enter_context(temporarily(each, training=False))
         yield
-    finally:
-        for each, mode in modes:
-            each.training = mode

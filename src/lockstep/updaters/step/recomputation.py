@@ -1,35 +1,136 @@
-"""Shards of an audited attempt, computed again: in another place, and beside each other."""
+"""Shards of an audited attempt, computed again: in another place, and beside each other.
+
+Where there is no other place, they are computed as it would: in another thread, with other numbers in fresh memory, and
+without caches.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from lockstep.errors import OrderError, few, is_memory_error
+from lockstep.errors import DeterminismWarning, OrderError, few, is_memory_error, warn
 from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import ReplicaSet, ShardStreams, Turns, is_memory_limited, refusing_writes
+from lockstep.replicas import (
+    FreshMemory,
+    ReplicaSet,
+    ShardStreams,
+    ThreadSettings,
+    Turns,
+    inherited,
+    is_memory_limited,
+    refusing_writes,
+)
+from lockstep.state import temporarily
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.attempt.audit import NEW_COPY, Audit, Seals, seals_of
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.attempt.other_place import run_as_elsewhere, warning_of_errors
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import DeviceGradientTask
 from lockstep.updaters.compute.shares import RankShare
+from lockstep.updaters.detectors import defining_modules
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup.batches import Conversion, copied, may_draw
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedAttempt
 from lockstep.updaters.state.training import TrainingState
 from lockstep.updaters.step.attributes import changed_attributes
+
+LIBRARIES: Final = frozenset({"torch", "lockstep", "builtins"})
+"""Packages whose caches hold nothing of a shard."""
+
+UNREPEATABLE: Final = frozenset({None, "gelsy"})
+"""Drivers of `torch.linalg.lstsq` on CPUs that start with pivots from memory that torch has not set. No other kernel of
+CPUs gives other bits in every call without being known to `torch.use_deterministic_algorithms`."""
+
+
+class _Watch(FreshMemory):
+    """Fills fresh memory, and warns of the function that is known to be not repeatable."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        made = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.linalg.lstsq and made.solution.is_cpu and (kwargs or {}).get("driver") in UNREPEATABLE:
+            warn(
+                "`torch.linalg.lstsq` with the driver 'gelsy', which is the default on CPUs, gives other bits in every "
+                "call. The determinism guarantee does not cover it. Pass driver='gels' for matrices of full rank, or "
+                "driver='gelsd'.",
+                DeterminismWarning,
+            )
+        return made
+
+
+def run_as_elsewhere(
+    work: Callable[[], None], users: Iterable[object], device: torch.device, *, in_thread: bool
+) -> None:
+    """Run the work of one shard as another place would, and warn if it raises there.
+
+    Args:
+        work: The function to call.
+        users: Functions and objects of the user. Cached functions of the modules that define them are called anew.
+        device: The device that the work uses.
+        in_thread: Whether to run it in a new thread, under the settings of this one. Where the memory of the process is
+            limited it runs in this thread all the same: Python waits forever for a thread that gets no memory in its
+            first lines.
+    """
+    accelerators = [] if device.type == "cpu" else [device]
+    settings = ThreadSettings.capture([device.type], accelerators, training=True)
+
+    def run() -> None:
+        how = "in another thread, " * in_thread + "without caches and with other numbers in uninitialised memory"
+        with warning_of_errors(how), inherited(settings), _Watch(), without_caches(users):
+            work()
+
+    if not in_thread or settings.kept or is_memory_limited():
+        run()
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(copy_context().run, run).result()
+
+
+@contextmanager
+def warning_of_errors(how: str) -> Iterator[None]:
+    """Warn of an error of a second computation; the first has raised none, so the update goes on.
+
+    Args:
+        how: How the shard is computed once more.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - as above
+        # The second computation needs more memory than the first, whose results are still there.
+        if not is_memory_error(error):
+            warn(
+                f"A shard was computed once more, {how}, and raised {type(error).__name__}: {error}. On another device "
+                "or rank, or after a resume, it may do so as well. `audit_every=0` leaves this out.",
+                DeterminismWarning,
+            )
+
+
+@contextmanager
+def without_caches(users: Iterable[object]) -> Iterator[None]:
+    """Replace the cached functions of modules by those that they wrap, so that no cache is read, filled or emptied."""
+    names = defining_modules(users)
+    modules = [sys.modules[name] for name in names if name in sys.modules and name.split(".")[0] not in LIBRARIES]
+    with ExitStack() as stack:
+        for module in modules:
+            cached = {name: each for name, each in vars(module).items() if isinstance(each, _lru_cache_wrapper)}
+            wrapped: dict[str, Any] = {name: each.__wrapped__ for name, each in cached.items()}
+            stack.enter_context(temporarily(module, **wrapped))
+        yield
+
 
 LEADS: Final = (20, 5, 2, 0)
 """By how many operations one thread is ahead of another, each in turn: what a shard changes for a moment is seen by the
