@@ -402,7 +402,7 @@ class Committer:
             warn_of_losses(attempt.reports)
         late_errors: list[BaseException] = []
         draws = partial(self.stream.opened, attempt)
-        steps = [self._steps[name] for name in names]
+        steps = list(map(self._steps.__getitem__, names))
         with self._storing_buffers(attempt, steps) if prepared.buffer_refs else NO_STREAM:
             for each in steps:
                 error = each.step(num_devices=num_devices, run=run, draws=draws, found_inf=found_inf)
