@@ -208,3 +208,35 @@ def test_an_owner_collected_while_another_installs_does_not_block(monkeypatch: p
         with shard_stream(3):
             first = torch.rand(2)
         assert torch.equal(first, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("second", "warned"),
+    [("the same seed", True), ("another seed", False), ("no draws", False), ("weights of before", False)],
+)
+def test_an_updater_that_goes_on_with_the_same_random_numbers_is_warned_of(
+    num_devices: int, second: str, warned: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0 if second == "no draws" else 0.5), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, said = {name: each.clone() for name, each in model.state_dict().items()}, []
+    for seed in (0, int(second == "another seed")):
+        batches = [(torch.ones(4, 4), torch.arange(4) % 3)]
+        updater = ls.ParallelUpdater(
+            batches,
+            optimizer,
+            model,
+            devices=["cpu"] * num_devices,
+            num_shards=2,
+            seed=seed,
+            loss_fn=ls.supervised(nn.functional.cross_entropy),
+        )
+        with finalized(updater), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                updater.update()
+        said.append([each for each in found if "Another updater with seed=0 has trained" in str(each.message)])
+        if second == "weights of before":
+            model.load_state_dict(before)
+    assert [len(each) for each in said] == [0, int(warned)]

@@ -101,6 +101,31 @@ def test_what_is_no_mean_is_warned_of_once(case: str, num_devices: int) -> None:
     assert said_by(updater_of(NO_MEANS[case], num_devices=num_devices)) == [0]
 
 
+def of_views(net: nn.Module, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Compare three views of the same samples, one after another, and take no other numbers of rows."""
+    one, other, third = net(x).view(3, -1, 3)
+    return (one - other).square().mean() + (third - other).square().mean()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_loss_that_takes_some_numbers_of_samples_only_is_compared_for_these(num_devices: int) -> None:
+    batch = torch.randn(27, 4, generator=torch.Generator().manual_seed(3)), torch.zeros(27), torch.zeros(27)
+    assert said_by(updater_of(of_views, batches=[batch], num_devices=num_devices)) == [0]
+
+
+def in_both_modes(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Set the targets in evaluation mode, as with pseudo labels."""
+    net.eval()
+    with torch.no_grad():
+        targets = net(x.flip(1)).softmax(1)
+    net.train()
+    return functional.cross_entropy(net(x), y) + functional.cross_entropy(net(x), targets)
+
+
+def test_a_loss_that_sets_the_mode_hides_nothing_of_batch_normalization() -> None:
+    assert said_by(updater_of(in_both_modes, normalized)) == []
+
+
 def of_encoder(reduced: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def loss_fn(net: nn.Module, x: torch.Tensor, _: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
         drawn, divergence = net(x)

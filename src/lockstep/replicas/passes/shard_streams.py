@@ -48,6 +48,8 @@ class ShardStreams:
         # Two threads on one accelerator would draw from the same generator, in an order that varies.
         self.one_at_a_time = len(set(accelerators)) < len(accelerators)
         """Whether the shards of this process are computed one after another."""
+        self.has_drawn: bool | None = None
+        """Whether a shard has drawn since this was set to False; None where nothing is noted."""
         self._seed = 0
         self._first = 0
         self._default_stream: DefaultStream | None = None
@@ -108,8 +110,18 @@ class ShardStreams:
         seed = stream_seed(self._seed, self._first + shard.index)
         if self._default_stream is not None:
             self._default_stream.seed(seed)
-            return NULL_CONTEXT
-        return shard_stream(seed) if device.type == "cpu" else _device_stream(device, seed)
+            stream = NULL_CONTEXT
+        else:
+            stream = shard_stream(seed) if device.type == "cpu" else _device_stream(device, seed)
+        return stream if self.has_drawn is None else self._noting_draws(stream, device)
+
+    @contextmanager
+    def _noting_draws(self, stream: AbstractContextManager[object], device: torch.device) -> Iterator[None]:
+        """Open a stream, and note whether the shard draws from it."""
+        with stream:
+            before = stream_position(device)
+            yield
+            self.has_drawn = self.has_drawn or not all(map(torch.equal, before, stream_position(device)))
 
     def release(self) -> None:
         """Restore the random kernels of torch until shards are computed in parallel again."""

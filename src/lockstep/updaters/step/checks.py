@@ -464,6 +464,9 @@ USED_VERSION: Final = "_lockstep_used_version"
 """The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
 updater, because several may train one model in turn."""
 
+USED_SEED: Final = "_lockstep_used_seed"
+"""The attribute of the first of these gradients with the seed of the updater and the version of the parameter then."""
+
 
 PRESENT: Final = partial(is_not, None)
 CONSUME: Final = deque[object](maxlen=0).extend

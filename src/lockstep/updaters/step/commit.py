@@ -32,6 +32,7 @@ from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
     PRESENT,
+    USED_SEED,
     USED_VERSION,
     VERSION_OF,
     check_no_unused_gradients,
@@ -338,6 +339,10 @@ class Committer:
         self._engine.used_at = dict(zip(map(id, parameters), map(VERSION_OF, parameters), strict=True))
         gradients = list(filter(PRESENT, map(GRADIENT_OF, parameters)))
         CONSUME(map(setattr, gradients, repeat(USED_VERSION), map(VERSION_OF, gradients)))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                setattr(parameter.grad, USED_SEED, (self._engine.recipe.seed, parameter._version))
+                break
         for masters in self._training.masters.values():
             masters.drop_gradients()
         if self.own_steps.left:

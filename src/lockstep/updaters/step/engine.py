@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from lockstep.communicators import Watch, refusing_collectives
+from lockstep.errors import RandomStreamWarning, warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import parameters_of
@@ -45,6 +46,7 @@ from lockstep.updaters.step.checks import (
     CONSUME,
     GRADIENT_OF,
     PRESENT,
+    USED_SEED,
     USED_VERSION,
     VERSION_OF,
     check_first_shards,
@@ -69,6 +71,12 @@ WHY_NOT_TO_SEND: Final = (
     "loss over the whole batch by a BatchLoss."
 )
 """Why shards send nothing themselves."""
+REPEATED_STREAMS: Final = (
+    "Another updater with seed={} has trained this model, and this one counts its updates anew, so its shards draw the "
+    "same random numbers again, such as dropout masks. Pass another `seed`, such as the number of the epoch, or keep "
+    "one updater and give it the data of all epochs by an iterable."
+)
+"""What is wrong with an updater that goes on where another one has ended."""
 
 
 class GradientEngine:
@@ -225,6 +233,7 @@ class GradientEngine:
         )
         if update < self._checked_until:
             gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
+            self.streams.has_drawn = False if update == self._start == 0 and self._goes_on() else None
             gradients.options, gradients.original_reads = options_of(self.training.optimizers, request.loss_fn), {}
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
@@ -401,6 +410,18 @@ class GradientEngine:
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
 
+    def _goes_on(self) -> bool:
+        """Return whether an updater with the same seed has left the weights, from which this one begins anew."""
+        found = [each for each in self.prepared.parameters if each.grad is not None]
+        return any(vars(each.grad).get(USED_SEED) == (self.recipe.seed, each._version) for each in found)
+
+    def _check_first(self, attempt: Attempt) -> None:
+        """Check what the shards of one of the first updates have used, changed and drawn, before they are summed."""
+        check_first_shards(attempt, self.prepared, self.replicas.model, self.training.optimizers)
+        if self.streams.has_drawn:
+            warn(REPEATED_STREAMS.format(self.recipe.seed), RandomStreamWarning)
+        self.streams.has_drawn = None
+
     def _remove_gradients(self, wanted: Collection[int] | None) -> None:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
         parameters = self.prepared.parameters
@@ -427,7 +448,7 @@ class GradientEngine:
         if request.inspect_shard is None and any(map(PRESENT, map(GRADIENT_OF, prepared.parameters))):
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
-            check_first_shards(attempt, prepared, self.replicas.model, self.training.optimizers)
+            self._check_first(attempt)
         if any(attempt.gradient_context.no_means or ()):
             self._watches_means = False
             warn_of_no_means(attempt.gradient_context.no_means or ())

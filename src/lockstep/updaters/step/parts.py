@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,8 @@ from lockstep.updaters.step.recomputation import Recomputation, without_caches
 
 MOST_PARTS: Final = 4
 """The number of parts that a shard is cut into, if it has enough samples."""
+EQUAL_PARTS: Final = (2, 3, 5)
+"""Other numbers of parts that are tried where they are of equal sizes."""
 ROUNDED: Final = 1e-3
 """By how much values may differ because kernels round differently for other numbers of samples, relative to the largest
 one."""
@@ -70,8 +73,8 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     """Note what shows that the loss of the audited shard is no mean over its samples, in the first audit of several.
 
     The loss function is called for the shard and for parts of it, with running statistics of batch normalization and
-    with the random numbers of the same samples. If it raises then, or returns other values when it is called again,
-    nothing is known.
+    with the random numbers of the same samples. If it raises then, other parts are tried. If it raises for all, or
+    returns other values when it is called again, nothing is known.
 
     Args:
         again: Computes shards again.
@@ -84,7 +87,19 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     applies = audit.compares_buffers and attempt.number == 1 and audit.place[0] == audit.rank and len(samples) > 1
     if not applies or no_means is None or any(no_means) or audit.differs:
         return
-    differs, reported = find_no_means(lambda: _values(again, attempt, audit, context))
+    numbers = _numbers_of_parts(len(samples))
+
+    def compute() -> tuple[list[Computed], float]:
+        while True:
+            try:
+                return _values(again, attempt, audit, context, numbers[0])
+            except Exception:
+                # A loss of pairs or views takes some numbers of samples only.
+                if len(numbers) == 1:
+                    raise
+                del numbers[0]
+
+    differs, reported = find_no_means(compute)
     if differs:
         no_means.add(differs)
     for name, what in reported.items():
@@ -122,18 +137,27 @@ def find_no_means(compute: Callable[[], tuple[Sequence[Computed], float]]) -> tu
     return differs if alike else "", {name: what for name, what in reported.items() if is_repeated(name)}
 
 
-def parts_of(shard: Shard, given: Any, conversion: Conversion, device: torch.device) -> list[tuple[Shard, Any]]:
-    """Return a shard and two to four parts of it, each with its samples, counted from 0, and tensors of its own.
+def _numbers_of_parts(size: int) -> list[int]:
+    """Return the numbers of parts to try for so many samples, the usual one first, and then those of equal parts."""
+    # Of at least two samples where there are as many: some code takes no single one.
+    usual = max(2, min(MOST_PARTS, size // 2))
+    return [usual, *(each for each in EQUAL_PARTS if each != usual and size % each == 0)]
+
+
+def parts_of(
+    shard: Shard, given: Any, conversion: Conversion, device: torch.device, number: int | None = None
+) -> list[tuple[Shard, Any]]:
+    """Return a shard and parts of it, each with its samples, counted from 0, and tensors of its own.
 
     Args:
         shard: The shard, of at least two samples.
         given: Its tensors. Parts are cut from them: a converter may draw others, or fill others up, for fewer samples.
         conversion: Cuts the tensors.
         device: The device to compute on.
+        number: The number of parts; by default two to four.
     """
     size = len(shard.samples)
-    # Of at least two samples where there are as many: some code takes no single one.
-    number = max(2, min(MOST_PARTS, size // 2))
+    number = _numbers_of_parts(size)[0] if number is None else number
     cuts = [size * part // number for part in range(number + 1)]
     conversion = conversion.apart()
     cut = [replace(shard, batch=0, samples=part) for part in (range(size), *map(range, cuts, cuts[1:]))]
@@ -203,13 +227,13 @@ def _is_equal(one: Computed, other: Computed, tolerance: float) -> bool:
 
 
 def _values(
-    again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext
+    again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext, number: int
 ) -> tuple[list[Computed], float]:
-    """Return the losses of the audited shard and of its parts, and by how much they may differ."""
+    """Return the losses of the audited shard and of a number of parts of it, and by how much they may differ."""
     place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
     runner = again.prepared.runners[place]
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
-    work = parts_of(shard, given, again.conversion, runner.device)
+    work = parts_of(shard, given, again.conversion, runner.device, number)
     of_all: list[float] = []
 
     def loss_of(_: int, each: tuple[range, Any]) -> Computed:
@@ -261,4 +285,12 @@ def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
                 if each.running_mean is None:
                     raise ValueError("Without running statistics a shard is normalized by its own.")
                 stack.enter_context(temporarily(each, training=False))
+                # The loss function may call `train` on the model.
+                vars(each)["train"] = partial(_unchanged, each)
+                stack.callback(vars(each).pop, "train")
         yield
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001 - in place of `Module.train`
+    """Return a module in the mode that it has."""
+    return module
