@@ -72,6 +72,7 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     {'tokens': tensor([[ 1,  2,  3],
             [ 4, -1, -1]])}
     """
+    # Not the length of `Samples`, which costs a call of another file in each shard of an update.
     if len(samples.indices if isinstance(samples, Samples) else samples) == 0:
         raise ValueError("`samples` must hold at least one sample, got none.")
     if isinstance(samples, Samples):

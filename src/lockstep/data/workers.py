@@ -244,7 +244,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 # A batch is sent as one buffer: with a shared file per tensor, a process would run out of file descriptors.
 _TensorSpec: TypeAlias = "tuple[int, torch.Size, torch.dtype]"  # the offset in the buffer, the shape, the dtype
-_Packed: TypeAlias = "tuple[bytes, torch.Tensor, list[_TensorSpec]]"
+_Packed: TypeAlias = "tuple[bytes, torch.Tensor]"
 
 _BATCHES_PER_WORKER = 2
 _TENSOR_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
@@ -274,8 +274,9 @@ def load_ahead(
     lists = fetch_ahead(loader, _sample_keys(requests, pending), num_workers=num_workers, seed=seed)
     for first in lists:
         batch, positions = pending.popleft()
-        fetched = list(chain(first, *(next(lists) for _ in positions[1:])))
-        yield replace(batch, fetched=_spread(fetched, list(chain(*positions)), len(batch)))
+        fetched = chain(first, *(next(lists) for _ in positions[1:]))
+        by_position = dict(zip(chain(*positions), fetched, strict=True))
+        yield replace(batch, fetched=[by_position.get(position, NOT_FETCHED) for position in range(len(batch))])
 
 
 def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -> Generator[Sequence[Any]]:
@@ -288,16 +289,6 @@ def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -
         keys: Sequence[Any] = batch.indices if batch.streams is None else batch.streams.keys(batch.indices)
         for each in positions:
             yield [keys[position] for position in each]
-
-
-def _spread(fetched: Sequence[Any], positions: Sequence[int], size: int) -> Sequence[Any]:
-    """Return a batch of this size with the fetched samples at their positions."""
-    if len(positions) == size:
-        return fetched
-    samples = [NOT_FETCHED] * size
-    for position, sample in zip(positions, fetched, strict=True):
-        samples[position] = sample
-    return samples
 
 
 def _begin_worker(parent: int, shielded: bool, worker: int) -> None:
@@ -372,15 +363,10 @@ def pack(samples: list[Any]) -> _Packed:
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(samples)
-    specs = []
-    size = 0
-    for tensor in pickler.tensors:
-        specs.append((size, tensor.shape, tensor.dtype))
-        size += -(-tensor.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8)
-    for tensor, spec in zip(pickler.tensors, specs, strict=True):
+    buffer = torch.empty(pickler.size, dtype=torch.uint8)
+    for tensor, spec in pickler.tensors:
         _view(buffer, spec).copy_(tensor)
-    return stream.getvalue(), buffer, specs
+    return stream.getvalue(), buffer
 
 
 def unpack(packed: _Packed) -> list[Any]:
@@ -389,8 +375,8 @@ def unpack(packed: _Packed) -> list[Any]:
     >>> unpack(pack([(torch.arange(3), "a name")]))
     [(tensor([0, 1, 2]), 'a name')]
     """
-    content, buffer, specs = packed
-    samples: list[Any] = _Unpickler(io.BytesIO(content), [_view(buffer, spec) for spec in specs]).load()
+    content, buffer = packed
+    samples: list[Any] = _Unpickler(io.BytesIO(content), buffer).load()
     return samples
 
 
@@ -401,27 +387,30 @@ def _view(buffer: torch.Tensor, spec: _TensorSpec) -> torch.Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that collects plain tensors instead of writing them to the stream."""
+    """A pickler that writes the places of plain tensors in a buffer to the stream instead of the tensors."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[tuple[torch.Tensor, _TensorSpec]] = []
+        self.size = 0
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> _TensorSpec | None:
         # Other tensors (with a graph, on a device, of a subclass) are more than their data: they are pickled.
         plain = type(obj) is torch.Tensor and obj.layout == torch.strided and obj.device.type == "cpu"
         if not plain or obj.requires_grad or obj.is_quantized:
             return None
-        self.tensors.append(obj)
-        return len(self.tensors) - 1
+        spec = self.size, obj.shape, obj.dtype
+        self.tensors.append((obj, spec))
+        self.size += -(-obj.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
+        return spec
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that inserts the collected tensors again."""
+    """An unpickler that inserts views of the buffer."""
 
-    def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, stream: io.BytesIO, buffer: torch.Tensor) -> None:
         super().__init__(stream)
-        self._tensors = tensors
+        self._buffer = buffer
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+    def persistent_load(self, pid: _TensorSpec) -> torch.Tensor:
+        return _view(self._buffer, pid)

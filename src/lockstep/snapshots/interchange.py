@@ -214,15 +214,14 @@ def match_tensors(own: dict[str, Any], theirs: Mapping[str, Any], found: Matches
             found.missing.append(name)
             continue
         given = theirs[by_name[name]]
-        if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
-            if given.shape != value.shape:
-                found.unfit[name] = f"shape {list(given.shape)} instead of {list(value.shape)}"
-            elif given.dtype != value.dtype:
-                found.unfit[name] = f"{given.dtype} instead of {value.dtype}"
-        if name in found.unfit:
-            continue
-        result[name] = given
-        found.loaded[name] = by_name[name]
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor)
+        if are_tensors and given.shape != value.shape:
+            found.unfit[name] = f"shape {list(given.shape)} instead of {list(value.shape)}"
+        elif are_tensors and given.dtype != value.dtype:
+            found.unfit[name] = f"{given.dtype} instead of {value.dtype}"
+        else:
+            result[name] = given
+            found.loaded[name] = by_name[name]
     found.unknown += [by_name[name] for name in by_name if name not in own]
     return result
 
