@@ -24,8 +24,8 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (260, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 31_474
-MODULES = 292
+LINES_OF_CODE = 31_400
+MODULES = 275
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 600
 

@@ -228,6 +228,15 @@ class ReplicaSet:
             self.sync_parameters()
         return False
 
+    def _shares_memory(self, place: int, parameter: torch.Tensor) -> bool:
+        """Return whether the replica of a device uses the memory of a parameter of the model itself.
+
+        Args:
+            place: The index of the device.
+            parameter: A parameter of the model.
+        """
+        return parameter.is_meta or parameter.device == self.devices[place]
+
     def new_replica(self, place: int) -> nn.Module:
         """Return another copy of the model for a device, as if the model had changed.
 
@@ -239,9 +248,7 @@ class ReplicaSet:
 
     def _copy(self, place: int, memo: dict[int, Any]) -> nn.Module:
         """Copy the model for one device and freeze the parameters that are to be frozen."""
-        device = self.devices[place]
-        # On the device of the model, a replica uses the memory of its parameters.
-        replica = copy_model(self.model, device, lambda each: each.is_meta or each.device == device, memo)
+        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place), memo)
         for name, parameter in replica.named_parameters():
             if name in self.frozen:
                 parameter.requires_grad_(False)
