@@ -95,6 +95,34 @@ def test_the_rule_of_other_metrics() -> None:
     assert TorchMetric(torchmetrics.MaxMetric()).rule == "count"
 
 
+def test_a_metric_of_your_own_with_other_attributes_than_states_is_given_all_outputs() -> None:
+    class Counts(torchmetrics.Metric):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+
+        def update(self, output: torch.Tensor, _: torch.Tensor) -> None:
+            self.total += len(output)
+
+        def compute(self) -> torch.Tensor:
+            return self.total
+
+    class Median(Counts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: list[torch.Tensor] = []
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(output, target)
+            self.values.append(output)
+
+        def compute(self) -> torch.Tensor:
+            return torch.cat(self.values).median()
+
+    assert TorchMetric(Counts()).rule == "count"
+    assert TorchMetric(Median()).rule == "gather"
+
+
 def test_states_of_ranks_are_merged_in_order_of_shards() -> None:
     metrics = [TorchMetric(torchmetrics.MeanSquaredError()), TorchMetric(torchmetrics.MeanSquaredError())]
     pairs = [(torch.rand(5), torch.rand(5)) for _ in range(6)]

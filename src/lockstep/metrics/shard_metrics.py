@@ -207,7 +207,8 @@ class TorchMetric(ShardMetric):
     """A metric or a `MetricCollection` of torchmetrics, whose states are merged by their ``dist_reduce_fx``.
 
     Sums, minima, maxima and concatenations can be merged. A metric with a state of another kind, a wrapper with a
-    state of its own, or a metric with very large floating-point sums, is given the outputs of all shards instead.
+    state of its own, a metric with very large floating-point sums, or one of a class of your own that has attributes
+    beside its states, is given the outputs of all shards instead.
 
     Args:
         metric: The metric or collection.
@@ -257,7 +258,7 @@ def _rule_of(holders: Any) -> MergeRule:
     num_summed, ordered = 0, False
     for holder in holders:
         names = {kind.__name__ for kind in type(holder).__mro__}
-        if "WrapperMetric" in names and not names & _WRAPPERS:
+        if ("WrapperMetric" in names and not names & _WRAPPERS) or _has_other_attributes(holder):
             return "gather"
         for state, reduction in holder._reductions.items():  # noqa: SLF001
             default = holder._defaults[state]  # noqa: SLF001
@@ -271,6 +272,14 @@ def _rule_of(holders: Any) -> MergeRule:
     if num_summed > MAX_ORDERED:
         return "gather"
     return "order" if ordered else "count"
+
+
+def _has_other_attributes(holder: Any) -> bool:
+    """Return whether a metric of another library has attributes beside its states, which may hold what it has seen."""
+    torchmetrics: Any = sys.modules["torchmetrics"]
+    if type(holder).__module__.partition(".")[0] == torchmetrics.__name__:
+        return False
+    return bool(vars(holder).keys() - vars(torchmetrics.SumMetric()).keys() - holder._defaults.keys())  # noqa: SLF001
 
 
 def _kind(reduction: Any, default: Any) -> str | None:

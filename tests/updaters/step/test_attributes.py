@@ -120,6 +120,21 @@ def test_a_metric_in_the_model_is_named() -> None:
     assert "read elsewhere: accuracy." in text
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_metric_that_the_loss_updates_is_named_where_its_value_is_computed(num_devices: int) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics", reason="the metric is one of torchmetrics")
+    metric, values = torchmetrics.MeanMetric(), list[float]()
+
+    def loss_fn(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(net(x), y)
+        metric.update(loss.detach())
+        return loss
+
+    devices = ["cpu"] * num_devices
+    (text,) = warned(nn.Linear(6, 3), lambda: values.append(metric.compute()), loss_fn, devices=devices)
+    assert text.startswith("`loss_fn` updates a MeanMetric of torchmetrics whose value your program seems to compute.")
+
+
 def test_attributes_of_submodules_have_their_path() -> None:
     model = nn.Sequential(Balanced())
     (text,) = warned(model, lambda: balance(model[0]))

@@ -94,17 +94,27 @@ def _summary(value: Any, levels: int = MOST_LEVELS) -> str:
 def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Sequence[Changed]) -> None:
     """Warn of attributes that a forward changes and that your program seems to read from the original model.
 
-    These are metrics of torchmetrics, and attributes that your program reads by name elsewhere than in the loss
-    function and in what a forward calls. Your program is what calls the updater, and the functions and classes that it
-    names and that are defined beside it.
+    These are metrics of torchmetrics, also those that the loss function updates, and attributes that your program reads
+    by name elsewhere than in the loss function and in what a forward calls. Your program is what calls the updater, and
+    the functions and classes that it names and that are defined beside it.
 
     Args:
         loss_fn: The loss function.
         model: The original model.
         changed: The attributes that a forward has changed.
     """
-    read = set(_names_read(loss_fn, model)).difference(*map(dir, OF_OTHERS)) if changed else ()
     torchmetrics: Any = sys.modules.get("torchmetrics")
+    held: list[Any] = [each for _, found in called_functions(loss_fn) for each in found] if torchmetrics else []
+    updated = [each for each in held if issubclass(type(each), torchmetrics.Metric) and each.update_called]
+    read = set(_names_read(loss_fn, model)).difference(*map(dir, OF_OTHERS)) if changed or updated else ()
+    if updated and "compute" in read:
+        warn(
+            f"`loss_fn` updates a {type(updated[0]).__name__} of torchmetrics whose value your program seems to "
+            "compute. An audit calls the loss function once more for some samples, and each process calls it for its "
+            "own samples only, so the value depends on where the program runs. Return its counts as `metrics` of a "
+            "lockstep.Loss, or give the metric to an Evaluator.",
+            DeterminismWarning,
+        )
     metrics = [each.path for each in changed if torchmetrics and isinstance(each.module, torchmetrics.Metric)]
     found = list(dict.fromkeys([*metrics, *(str(each) for each in changed if each.name in read)]))
     if found:

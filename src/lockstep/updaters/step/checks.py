@@ -78,7 +78,10 @@ def check_fit(
                 "computes the gradients, too, or pass a step function that calls it, as `step_fn`."
             )
     if recipe.loss_fn is None and networks.several:
-        raise ValueError("`loss_fn` must be given for several networks, got None.")
+        raise ValueError(
+            "`loss_fn` must be given for several networks, got None. Calls of compute_gradients may give others: "
+            "without `update`, any function will do."
+        )
 
 
 def check_run_options(communicator: object, copy_ahead: object) -> None:
