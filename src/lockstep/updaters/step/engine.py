@@ -233,7 +233,7 @@ class GradientEngine:
         )
         if update < self._checked_until:
             gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
-            self.streams.has_drawn = False if update == self._start == 0 and self._goes_on() else None
+            self.streams.has_drawn = False if update == 0 and not self.used_at and self._goes_on() else None
             gradients.options, gradients.original_reads = options_of(self.training.optimizers, request.loss_fn), {}
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
