@@ -13,12 +13,11 @@ import hashlib
 import json
 import os
 import stat
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from lockstep.errors import SideFileError, SideFileWarning
+from lockstep.errors import SideFileError, SideFileWarning, warn
 
 DAMAGE: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, csv.Error)
 """What parsing a file raises that is damaged, or made with intent."""
@@ -336,4 +335,4 @@ def report_unwritten(name: str, error: Exception, *, required: bool) -> None:
     message = f"{name} could not be written: {str(error).rstrip('.')}."
     if required:
         raise SideFileError(f"{message} The run ends because `required=True`.") from error
-    warnings.warn(f"{message} The run goes on, and the next write tries again.", SideFileWarning, stacklevel=3)
+    warn(f"{message} The run goes on, and the next write tries again.", SideFileWarning)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import chain, count
@@ -18,7 +17,7 @@ from lockstep.data.parts.dataset import Parts, SectionOrder, num_shared, positio
 from lockstep.data.samples import MapDataset, Samples, SampleStreams, draws_no_numbers
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
-from lockstep.errors import StateError
+from lockstep.errors import StateError, warn
 from lockstep.state import check_keys
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
@@ -103,10 +102,9 @@ class BatchIterator(Iterator):
             raise ValueError("`shuffle` must be False if `order_sampler` is given, got True.")
         _check_order_sampler(order_sampler)
         if repeat and batch_size > len(dataset):
-            warnings.warn(
+            warn(
                 f"`batch_size` is {batch_size}, but there are only {len(dataset)} samples: a batch then holds "
                 + ("some of them several times." if last_batch == "wrap" else "no more than these."),
-                stacklevel=3,
             )
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -371,11 +369,10 @@ class BatchIterator(Iterator):
         shared = num_shared(list(chain(*wanted(0, self.batch_size))), self.batch_size, parts.num_sections)
         if shared and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"`num_sections` should be a multiple of the number of shards, and `batch_size` of `num_sections`, got "
                 f"{parts.num_sections} for {self.batch_size} samples: {shared} of the sections are read by another "
                 "process, too. The result is the same.",
-                stacklevel=2,
             )
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from lockstep.arguments import check_choice, check_integer
 from lockstep.data.iterator import Iterator
 from lockstep.data.samples import Samples
 from lockstep.data.workers import watched
-from lockstep.errors import OrderError, ReplayWarning, StateError
+from lockstep.errors import OrderError, ReplayWarning, StateError, warn
 from lockstep.state import Loadable, check_keys
 
 _PART_ATTRIBUTES: Final = ("sampler", "batch_sampler", "dataset", "base_dataloader")
@@ -453,13 +452,12 @@ class IterableBatches(Iterator):
         draws = self._resumes and isinstance(getattr(self.source, "sampler", None), RandomSampler)
         if start.position or (start.epoch and draws):
             what = f"{start.position} batches of epoch {start.epoch} are loaded again and discarded"
-            warnings.warn(
+            warn(
                 f"`source` cannot go on where it was: {what if start.position else f'epoch {start.epoch} begins anew'}."
                 " This is correct if it yields the same batches again, which a DataLoader that shuffles does not. Use "
                 "StatefulDataLoader of torchdata.stateful_dataloader instead, which has the same arguments and saves "
                 "its position.",
                 ReplayWarning,
-                stacklevel=2,
             )
         self._resumes = False
         for position in range(start.position):
@@ -497,11 +495,10 @@ def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterato
     # The constructor checks again, but under the name of its own argument.
     check_source(source, name)
     if isinstance(source, IterableDataset):
-        warnings.warn(
+        warn(
             f"`{name}` is a {type(source).__name__}, whose items are taken for batches, although an IterableDataset of "
             "torch yields samples. Pass DataLoader(dataset, batch_size); or IterableBatches(dataset) if its items are "
             "batches.",
-            stacklevel=3,
         )
     return IterableBatches(source)
 

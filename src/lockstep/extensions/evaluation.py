@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.errors import warn
 from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
@@ -198,12 +198,11 @@ class Evaluation:
         # The sums of shards are added.
         found |= {"loss": f"`loss_fn` returns {differs}"} if differs and not is_summed(loss_fn) else {}
         for what in found.values():
-            warnings.warn(
+            warn(
                 f"{what} and so is no mean over samples. What an evaluation logs is the mean over the shards, weighted "
                 "by samples, which depends on the number of shards. Pass a metric, which sees all samples; "
                 "Evaluator(..., num_shards=1) for the mean over whole batches; or, for a mean of other things than "
                 "samples, Loss(mean, weight=...) or report(..., weight=...) with their number.",
-                stacklevel=2,
             )
 
     def _report(self, result: ShardResult, returned: Any) -> ShardReport | None:

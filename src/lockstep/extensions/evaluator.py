@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.elsewhere import EVALUATOR, names_ours
+from lockstep.errors import warn
 from lockstep.extensions.evaluation import Evaluation
 from lockstep.metrics import (
     Metric,
@@ -216,10 +216,9 @@ class Evaluator(Extension):
         except (TypeError, ValueError) as error:
             if name not in self._warned:
                 self._warned.add(name)
-                warnings.warn(
+                warn(
                     f"The value of metric {name!r} is not observed, because {error}. Read it from "
                     "`Evaluator.results`, or use a metric with fewer values.",
-                    stacklevel=2,
                 )
             return {}
 

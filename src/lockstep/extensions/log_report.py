@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lockstep.arguments import check_bool
-from lockstep.errors import SideFileWarning
+from lockstep.errors import SideFileWarning, warn
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
 from lockstep.side_files import SideFile, kind_of
@@ -217,7 +216,7 @@ def _read(trainer: Trainer, filename: str, saved: Mapping[str, Any]) -> bytes:
     if found[owner] < count and trainer.is_main:
         state = f"has {found[0]} of them" if kind_of(file.path) else "is absent"
         rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {state}."
-        warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
+        warn(f"{rule} The log begins with what there is.", SideFileWarning)
     if found == found[:1] * communicator.size:
         return kept
     return communicator.exchange(kept if owner == communicator.rank else b"")[owner]

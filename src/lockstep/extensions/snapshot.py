@@ -7,7 +7,6 @@ import json
 import math
 import os
 import secrets
-import warnings
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
@@ -25,6 +24,7 @@ from lockstep.errors import (
     SnapshotError,
     SnapshotWarning,
     WorkerError,
+    warn,
 )
 from lockstep.extensions.step_scheduler import warn_of_unsaved_schedulers
 from lockstep.metrics import as_mean, read_means
@@ -273,7 +273,7 @@ class Snapshot(Extension):
             renamed = ", ".join(path.name for path in self._writer.set_unverified_aside(since))
             if renamed:
                 message = f"Ranks disagree, so that the snapshots since the last verified one are renamed: {renamed}."
-                warnings.warn(message, SnapshotWarning, stacklevel=2)
+                warn(message, SnapshotWarning)
 
     def _save(self, trainer: Trainer, reason: str, *, must: bool = False) -> None:
         if self._writer is None or self._agreement is None or self._collector is None:
@@ -305,10 +305,9 @@ class Snapshot(Extension):
             if not self._is_missing_reported:
                 self._is_missing_reported = True
                 observed = ", ".join(map(repr, sorted(trainer.observation))) or "nothing"
-                warnings.warn(
+                warn(
                     f"`best` must be observed at a snapshot for it to be the best one, got {self.best!r}; at update "
                     f"{trainer.updater.iteration} there is {observed}.",
-                    stacklevel=4,
                 )
             return {}
         total, weight = read_means({self.best: as_mean(trainer.observation[self.best])})[self.best]
@@ -326,7 +325,7 @@ class Snapshot(Extension):
         """Log the digests of an update, and warn if it had others before."""
         repeated = None if self._log is None else self._log.record(record)
         if repeated is not None:
-            warnings.warn(repeated, DeterminismWarning, stacklevel=2)
+            warn(repeated, DeterminismWarning)
 
     def _is_writer(self, trainer: Trainer) -> bool:
         """Return whether this rank writes. Every rank must call this."""
@@ -334,10 +333,9 @@ class Snapshot(Extension):
         leaders = snapshots.first_rank_in_folder(communicator, trainer.out)
         elsewhere = [rank for rank, leader in enumerate(leaders) if leader != 0]
         if elsewhere and not self.per_machine and trainer.is_main:
-            warnings.warn(
+            warn(
                 f"Ranks {', '.join(map(str, elsewhere))} do not share the folder {trainer.out} with rank 0, whose "
                 "machine alone has the snapshots. To have them on every machine, pass `per_machine=True`.",
-                stacklevel=3,
             )
         return leaders[communicator.rank] == communicator.rank if self.per_machine else trainer.is_main
 
@@ -364,12 +362,11 @@ def _warn_of_lost_state(trainer: Trainer, newest: int | None) -> None:
     if newest == done:
         return
     kept = "from the beginning" if newest is None else f"from its newest snapshot, that of update {newest}"
-    warnings.warn(
+    warn(
         f"No snapshot of update {done} is written, because a part of the optimizer's state was on a rank that is lost. "
         f"The run goes on {kept}, and repeats {done - (newest or 0)} updates. To keep the whole state on every rank, "
         "pass `shard_optimizer=False`.",
         SnapshotWarning,
-        stacklevel=4,
     )
 
 
@@ -452,4 +449,4 @@ def _write_emergency(trainer: Trainer, collector: snapshots.Collector, reason: s
     except (OSError, SnapshotError) as failure:
         # The loss of the rank stays the error that ends this process.
         message = f"The emergency snapshot of update {trainer.updater.iteration} could not be written: {failure}"
-        warnings.warn(message, SnapshotWarning, stacklevel=3)
+        warn(message, SnapshotWarning)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.arguments import check_instance
-from lockstep.errors import DeterminismWarning, StateError
+from lockstep.errors import DeterminismWarning, StateError, warn
 from lockstep.metrics import Average
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
@@ -145,13 +144,12 @@ def warn_of_unsaved_schedulers(trainer: Trainer) -> None:
         is_known = f"{name}.scheduler".removeprefix("main.") in fields or any(each is optimizer for each in known)
         # PyTorch's mark of an optimizer that a scheduler was created for.
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not is_known:
-            warnings.warn(
+            warn(
                 f"The snapshots lack the position of a learning rate scheduler of optimizer {name!r}, so that the "
                 "schedule of a resumed run begins anew: neither the updater nor an extension has the scheduler. Pass "
                 "it to the updater as `scheduler`, which steps it after each update, or add "
                 "extensions.StepScheduler(scheduler), and leave out your call of scheduler.step().",
                 DeterminismWarning,
-                stacklevel=2,
             )
 
 

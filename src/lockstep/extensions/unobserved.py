@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
 
 from lockstep.arguments import check_instance
+from lockstep.errors import warn
 from lockstep.trainer import Trainer
 
 _CUTOFF: Final = 0.8
@@ -71,10 +71,9 @@ class Unobserved:
             return
         close = [match for name in missed for match in self._nearest(name)]
         remedy = f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
-        warnings.warn(
+        warn(
             f"{self._of} must name observed values, got {', '.join(map(repr, missed))}; at update "
             f"{trainer.updater.iteration} there is {', '.join(map(repr, sorted(self._known)))}.{remedy}",
-            stacklevel=2,
         )
 
     def _nearest(self, name: str) -> list[str]:

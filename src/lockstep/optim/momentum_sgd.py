@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.arguments import check_number
+from lockstep.errors import warn
 from lockstep.optim.hooked_optimizer import HookedOptimizer
 from lockstep.optim.momentum import (
     add_to_lr_velocity,
@@ -119,10 +119,9 @@ class MomentumOptimizer(HookedOptimizer):
                 del group[option]
             options_of.update(dict.fromkeys(group["params"], group))
         buffers = {index: each.get("momentum_buffer") for index, each in state_dict["state"].items()}
-        warnings.warn(
+        warn(
             f"The loaded state is that of torch.optim.SGD. Its momentum buffers become the velocities of this "
             f"{type(self).__name__}; hooks, counters and the loss scale keep their state.",
-            stacklevel=3,
         )
         return {
             **self.state_dict(),

@@ -11,7 +11,6 @@ import secrets
 import socket
 import stat
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
-from lockstep.errors import SnapshotError, SnapshotWarning
+from lockstep.errors import SnapshotError, SnapshotWarning, warn
 from lockstep.side_files import kind_of, sync_folder
 from lockstep.snapshots.content import FOLDER, LOCK, MANIFEST, TEMPORARY
 
@@ -251,7 +250,7 @@ class FolderLock:
                 self._forget()
                 raise
             message = f"The file system of {folder} has no locks; make sure that no other run writes to it."
-            warnings.warn(message, SnapshotWarning, stacklevel=2)
+            warn(message, SnapshotWarning)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         # A forked process, such as a worker that loads data, shares the lock and may outlive this process.

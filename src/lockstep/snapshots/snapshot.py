@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lockstep.digest import BLOCK, blocks_of
-from lockstep.errors import SnapshotError, SnapshotWarning, printable
+from lockstep.errors import SnapshotError, SnapshotWarning, printable, warn
 from lockstep.program import PROGRAM
 from lockstep.side_files import DAMAGE, kind_of
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, UNVERIFIED, VERIFIED, model_file, update_of
@@ -157,7 +156,7 @@ def read_program(path: Path) -> dict[str, Any]:
     except (SnapshotError, *DAMAGE) as error:
         # The snapshot is whole without this file.
         message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
-        warnings.warn(message, SnapshotWarning, stacklevel=2)
+        warn(message, SnapshotWarning)
         return {}
 
 
@@ -238,7 +237,7 @@ def newest_whole(out: str | Path) -> Snapshot | None:
                 return newest_whole(out)
             problems.append(str(error))
             message = f"The snapshot {path.name} is damaged{_set_aside(path)}; the one before it is used. {error}"
-            warnings.warn(message, SnapshotWarning, stacklevel=2)
+            warn(message, SnapshotWarning)
         else:
             return snapshot
     if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import kernel_class
-from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable
+from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable, warn
 from lockstep.program import describe_program
 from lockstep.snapshots.content import Content, Parent
 from lockstep.snapshots.snapshot import Snapshot, read_program
@@ -216,7 +215,7 @@ def _is_order(name: str) -> bool:
 
 def _warn(changes: list[Change], before: str, after: str) -> None:
     if changes:
-        warnings.warn(f"{before}{_listed(changes)}{after}", DeterminismWarning, stacklevel=3)
+        warn(f"{before}{_listed(changes)}{after}", DeterminismWarning)
 
 
 def compare_fields(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Change]:

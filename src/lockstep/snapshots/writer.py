@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lockstep.arguments import check_choice, check_integer
-from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
+from lockstep.errors import OrderError, SnapshotError, SnapshotWarning, warn
 from lockstep.side_files import kind_of
 from lockstep.snapshots.commit import Buffers, Staged, describe, stage, write_now, write_snapshot
 from lockstep.snapshots.content import FOLDER, TEMPORARY, UNVERIFIED, VERIFIED, Content, folder_name
@@ -129,7 +128,7 @@ class Digester(AbstractContextManager[Any]):
         # One thread does them in this order.
         while self._jobs and self._jobs[0].future.done():
             for message in self._jobs.pop(0).future.result():
-                warnings.warn(message, SnapshotWarning, stacklevel=4)
+                warn(message, SnapshotWarning)
 
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Process one state in the thread, and return what went wrong.
@@ -410,7 +409,7 @@ class SnapshotWriter(Digester):
                     remove(self._disk, path)
                 except (OSError, SnapshotError) as error:
                     message = f"Unfinished snapshots could not be removed: {error}"
-                    warnings.warn(message, SnapshotWarning, stacklevel=4)
+                    warn(message, SnapshotWarning)
         found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
         own = [(each, manifest) for each, manifest in found if manifest.run_id == self._run_id]
         return {each.update: Kept(each.path, each.update, manifest.metrics, each.ranks) for each, manifest in own}

@@ -7,7 +7,6 @@ therefore cannot name the type; subclasses can, and should.
 from __future__ import annotations
 
 import inspect
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from lockstep.arguments import misfit
 from lockstep.communicators import Communicator
 from lockstep.digest import checksum
-from lockstep.errors import DisagreementError, StateError
+from lockstep.errors import DisagreementError, StateError, warn
 from lockstep.nest import attributes
 from lockstep.state import Stateful, check_keys
 from lockstep.triggers import Trigger, TriggerSpec
@@ -181,10 +180,9 @@ class FunctionExtension(Extension):
         returned = self.function(trainer)
         if isinstance(returned, Mapping) and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"Extension {self.name!r} returned values ({', '.join(map(str, returned))}), which are not used. "
                 "Call trainer.observe(name, value) for each. This warning is given once.",
-                stacklevel=2,
             )
 
 
@@ -335,14 +333,14 @@ def _plain_attributes(owner: object) -> dict[str, str]:
     return plain | {name: f"{checksum(each.detach())}" for name, each in found.items() if type(each) is torch.Tensor}
 
 
-def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warn: bool) -> None:
+def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict: bool, warns: bool) -> None:
     """Check the extensions that a saved state of a trainer names; warn of those that were added or removed since.
 
     Args:
         state: The saved state of the trainer. It is not changed.
         names: The names of the trainer's extensions.
         strict: Whether a difference is an error.
-        warn: Whether this process prints the warning.
+        warns: Whether this process prints the warning.
 
     Raises:
         StateError: If `strict` and extensions were added or removed; or if the state contradicts itself, whether
@@ -357,12 +355,11 @@ def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict
         check_keys(saved, names, of="the extensions of Trainer")
     added = [name for name in names if name not in saved]
     removed = [name for name in saved if name not in names]
-    if warn and (added or removed):
+    if warns and (added or removed):
         changes = [f"added {', '.join(added)}"] if added else []
         changes += [f"removed {', '.join(removed)}"] if removed else []
-        warnings.warn(
+        warn(
             f"The extensions of this Trainer are not those of the saved state: {' and '.join(changes)}. Extensions "
             "that were added start without a saved state, and the state of those that were removed is ignored. To "
             "refuse such a state, call load_state_dict(state, strict=True).",
-            stacklevel=3,
         )

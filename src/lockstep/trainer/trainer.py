@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 
 from lockstep.arguments import check_instance, check_integer, look_up
 from lockstep.elsewhere import EXTEND, RUN, TRAINER, TRAINER_NAMES, KnowsOthers, names_ours
-from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError, collect_error
+from lockstep.errors import EndOfDataError, OrderError, SignalExit, StateError, collect_error, warn
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.prediction import Prediction, runner_of
 from lockstep.replicas import BatchDim, OneIntraOpThread
@@ -355,7 +354,7 @@ class Trainer(KnowsOthers):
             raise OrderError("`load_state_dict` must not be called during a run.")
         check_keys(state, STATE_KEYS, of="Trainer")
         # The warning comes before anything is loaded, so that nothing has changed if a filter raises it as an error.
-        check_extensions(state, self._entries, strict=strict, warn=self.is_main)
+        check_extensions(state, self._entries, strict=strict, warns=self.is_main)
         observation: dict[str, Observed] = {name: Mean(*pair) for name, pair in state["observation"].items()}
         # Last among what can fail.
         self._load_parts(state, strict=strict)
@@ -376,11 +375,10 @@ class Trainer(KnowsOthers):
         if snapshot is None:
             saved = self.fast_dev_run or any(entry.extension.saves_run for entry in self._order)
             if self.is_main and not saved:
-                warnings.warn(
+                warn(
                     f'`resume` is "auto", but {self.out} holds no snapshot, and no extension of this trainer writes '
                     "any: if this run is stopped, the same command starts anew. Call "
                     "trainer.extend(lockstep.extensions.Snapshot()).",
-                    stacklevel=4,  # above `run` and what names its arguments
                 )
             return None
         # Not by the path of the snapshot, which may be one of another machine.
@@ -404,10 +402,9 @@ class Trainer(KnowsOthers):
         pairs = [] if strict else triggers.items()
         other = [name for name, (each, saved) in pairs if each.state_dict().keys() != saved.keys()]
         if other and self.is_main:
-            warnings.warn(
+            warn(
                 f"The saved state is that of another kind of trigger for {', '.join(other)}, which starts without it, "
                 "as in a new run.",
-                stacklevel=3,
             )
         parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = []
         parts += [pair for name, pair in triggers.items() if name not in other]

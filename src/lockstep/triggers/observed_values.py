@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from lockstep.arguments import check_choice, check_number
+from lockstep.errors import warn
 from lockstep.metrics import Average
 from lockstep.triggers.times import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger, Unit, reached
@@ -205,11 +205,10 @@ class EarlyStopping(Trigger):
         if self.monitor not in progress.observation:
             if not self._has_warned:
                 observed = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
-                warnings.warn(
+                warn(
                     f"{self.monitor!r} was not observed at this check for early stopping, which is skipped; there is "
                     f"{observed}. Name one of these, or pass a `check_trigger` that fires when it is observed. This "
                     "warning is given once.",
-                    stacklevel=3,
                 )
                 self._has_warned = True
             return False

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import threading
 import time
-import warnings
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -24,7 +23,7 @@ from lockstep.arguments import check_choice, check_integer, check_number
 from lockstep.communicators import Communicator
 from lockstep.data.cursor import hash_to_seed, shuffled_order
 from lockstep.data.parts.part import BlockPart, Part
-from lockstep.errors import LockstepError, PartError
+from lockstep.errors import LockstepError, PartError, warn
 from lockstep.plan import cut
 from lockstep.streams import restored_generators
 
@@ -416,8 +415,7 @@ def _reading(name: str, seconds: float, remedy: str) -> Iterator[None]:
     finally:
         timer.cancel()
     if time.perf_counter() - start > seconds:
-        warnings.warn(
+        warn(
             f"Reading {name} took {time.perf_counter() - start:.3g} s. {remedy} `slow_after` sets the time after "
             "which this is said.",
-            stacklevel=2,
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from lockstep.arguments import check_bool
 from lockstep.digest import digest
-from lockstep.errors import SideFileWarning
+from lockstep.errors import SideFileWarning, warn
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
 from lockstep.program import PROGRAM, describe_program
@@ -147,11 +146,10 @@ class Logger(Extension):
         kept = last_kept(trainer)
         saved, self._last_written = self._last_written, self.open(trainer, keep=kept)
         if kept == math.inf and self._last_written < saved:
-            warnings.warn(
+            warn(
                 f"The log of {type(self).__name__} must have the entries up to update {saved}, but it ends at "
                 f"{self._last_written}: it was removed or is damaged. It lacks what is not logged again.",
                 SideFileWarning,
-                stacklevel=2,
             )
         self._is_open = True
         if not self._last_written or math.isfinite(kept):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.arguments import check_number
+from lockstep.errors import warn
 from lockstep.metrics import Mean, Observed
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
@@ -113,10 +113,9 @@ class GradientNorm(Extension):
                 trainer.observe("gradient_norm" if name == MAIN else f"{name}/gradient_norm", norm)
         if not found and not self._warned and trainer.is_main:
             self._warned = True
-            warnings.warn(
+            warn(
                 "No model has gradients after an update, so GradientNorm observes nothing. With precision='bf16-true' "
                 "and 'fp16-true' gradients are not kept; use 'bf16' or 'fp16' to observe their norm.",
-                stacklevel=2,
             )
 
 
@@ -252,10 +251,9 @@ class Throughput(Extension):
             trainer.observe(f"throughput/{self.label}", weight / seconds)
         elif not self._warned and trainer.is_main:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"`weight_of` must name an observed mean, got {self.weight_of!r}, so Throughput leaves out the rate of "
                 f"{self.label}. Values that are observed: {', '.join(sorted(trainer.observation))}.",
-                stacklevel=2,
             )
         for index, share in enumerate([] if self._load is None else self._load.shares(seconds / self._updates)):
             trainer.observe(f"throughput/load/device{index}", share)
