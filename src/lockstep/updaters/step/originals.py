@@ -36,7 +36,9 @@ def noting_reads(model: nn.Module, reads: dict[tuple[int, str], str]) -> Iterato
         yield
     finally:
         for module, kind in kinds:
-            object.__setattr__(module, "__class__", kind)
+            # A module may have become one of another class meanwhile, as lazy ones do.
+            if type(module) is watched[kind]:
+                object.__setattr__(module, "__class__", kind)
 
 
 def _watched(kind: type, reads: dict[tuple[int, str], str]) -> type:
