@@ -182,7 +182,9 @@ def test_neither_torch_nor_a_generator_of_ones_own_nor_a_dataset_is_meant() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for streams in (True, False):
         batches = ls.BatchIterator(Draws(), 6, sample_streams=streams)
-        updater = ls.ParallelUpdater(batches, optimizer, model, devices=["cpu"] * 2, num_shards=4, loss_fn=own)
+        updater = ls.ParallelUpdater(
+            batches, optimizer, model, devices=["cpu"] * 2, num_shards=4, seed=int(streams), loss_fn=own
+        )
         with finalized(updater):
             for _ in range(3):
                 updater.update()
