@@ -216,7 +216,9 @@ def test_killed_at_a_random_moment(tmp_path: Path, case: Kill) -> None:
     sys.stdout.write(f"{case!r}: {last} finished, {last - found} lost\n")
     assert case.update <= last < UPDATES
     if len(case.killed) < case.processes:
-        assert found == last
+        # Ranks are at most one update apart: a rank may be killed that has finished one for which it was still sending.
+        survivors = set(range(case.processes)) - set(case.killed)
+        assert found == finished(tmp_path, survivors) >= last - 1
     else:
         # The snapshot that was being written is lost as well, and where that took longer than an interval, the one that
         # waited for it.

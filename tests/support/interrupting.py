@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -80,10 +80,11 @@ def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def finished(out: Path) -> int:
-    """Return the number of updates that any rank of a run had finished."""
+def finished(out: Path, ranks: Collection[int] | None = None) -> int:
+    """Return the number of updates that any rank of a run had finished, or any of some ranks."""
     path = out / "progress"
-    return max((int(line.split()[2]) for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+    notes = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return max((int(note[2]) for note in notes if ranks is None or int(note[0]) in ranks), default=0)
 
 
 def newest(out: Path) -> tuple[int, tuple[str, ...]]:
