@@ -161,6 +161,8 @@ class DataPass:
         self._name = name
         self._communicator = runner.communicator
         self._checksums: list[int] = []
+        self._replicas: list[nn.Module] = []
+        self._reads: dict[tuple[int, str], str] = {}
         self._failed = False
 
     @contextmanager
@@ -168,14 +170,12 @@ class DataPass:
         """Run the model in evaluation mode within the ``with`` block, whose errors are raised on all ranks."""
         try:
             # Before the mode of the model changes, because replicas of another mode would have to be created anew.
-            replicas = self.runner.prepare()
+            self._replicas = replicas = self.runner.prepare()
             self.networks = list(map(self.runner.network_of, replicas))
             self.observers = [Observers({"": network}) for network in self.networks]
-            model, reads = self.runner.replicas.model, dict[tuple[int, str], str]()
-            with evaluation_mode(model, replicas):
-                with noting_reads(model, reads):
-                    yield
-                check_attributes_read(reads, changed_attributes(model, replicas[0]) if reads else ())
+            model = self.runner.replicas.model
+            with evaluation_mode(model, replicas), noting_reads(model, self._reads):
+                yield
         except BaseException as error:
             # The others wait for a message, unless this error came from them.
             if self._communicator.size > 1 and not self._failed:
@@ -218,7 +218,11 @@ class DataPass:
             PeerInterrupt: If a rank was interrupted.
             SignalExit: If a signal on a rank ends the run.
             DisagreementError: If the ranks were given different batches.
+            ValueError: If a function has read from the original model what a forward has set in a replica.
         """
+        # Before the exchange, so that the other ranks hear of the error.
+        for replica in self._replicas[:1] if self._reads else ():
+            check_attributes_read(self._reads, changed_attributes(self.runner.replicas.model, replica))
         if self._communicator.size == 1:
             return [value]
         # An error from here on is raised on every rank, or cannot be sent.

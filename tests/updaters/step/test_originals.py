@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.updaters.step.originals import noting_reads
+from tests.support.ranks import run_on_ranks
 from tests.support.runs import finalized
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -123,6 +124,19 @@ def test_an_evaluation_refuses_them_too(num_devices: int) -> None:
                 with pytest.raises(ValueError, match="A function must read 'term', which a forward sets"):
                     evaluator.evaluate(model)
         assert updater.update().applied
+
+
+def _evaluate(communicator: ls.Communicator) -> str:
+    model = Wrapped()
+    evaluator = ls.extensions.Evaluator([X], loss_fn=Script(model).loss, num_shards=1)
+    with pytest.raises((ValueError, ls.PeerError), match="A function must read 'term', which a forward sets") as said:
+        evaluator.evaluate(model, communicator=communicator)
+    communicator.barrier()
+    return type(said.value).__name__
+
+
+def test_a_rank_without_a_shard_hears_of_it() -> None:
+    assert sorted(run_on_ranks(_evaluate, 2)) == ["PeerError", "ValueError"]
 
 
 @pytest.mark.filterwarnings("ignore:Forward changes attributes:lockstep.DeterminismWarning")
