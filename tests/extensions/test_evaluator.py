@@ -394,3 +394,17 @@ def test_a_model_that_the_updater_lacks_is_named(tmp_path: Path) -> None:
     trainer = build(tmp_path, Evaluator(batches(), {"accuracy": Accuracy()}, model_name="critic"))
     with pytest.raises(KeyError, match=r"`model_name` must be one of \['main'\], got 'critic'"):
         trainer.run()
+
+
+def test_the_name_of_a_subclass_takes_precedence() -> None:
+    class Tested(Evaluator):
+        name = "test"  # type: ignore[assignment, misc]
+
+    class Computed(Evaluator):
+        @property
+        def name(self) -> str:  # type: ignore[override]
+            return "computed"
+
+    batches, metrics = [(torch.ones(2, 3), torch.zeros(2).long())], {"accuracy": ls.metrics.Accuracy()}
+    names = [kind(batches, metrics).name for kind in (Evaluator, Tested, Computed)]
+    assert [*names, Evaluator(batches, metrics, name="held out").name] == ["validation", "test", "computed", "held out"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
+from inspect import getattr_static
 from itertools import islice
 from typing import Any, cast
 
@@ -100,13 +101,16 @@ class Evaluator(Extension):
     output: Callable[[Any], Any] | None = None
     model: nn.Module | None = None
     model_name: str = "main"
-    name: str = "validation"
+    name: InitVar[str] = "validation"
     converter: Converter | None = None
     target: str | None = None
     num_shards: int | None = None
     num_batches: int | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, name: str) -> None:
+        # The name of a subclass, as an attribute or a property, takes precedence.
+        if getattr_static(self, "name") == vars(Evaluator)["name"]:
+            vars(self)["name"] = name
         _check_iterator(self.iterator)
         check_functions(converter=self.converter, loss_fn=self.loss_fn)
         _check_carries_nothing(self.loss_fn)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -286,11 +285,6 @@ def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
                     raise ValueError("Without running statistics a shard is normalized by its own.")
                 stack.enter_context(temporarily(each, training=False))
                 # The loss function may call `train` on the model.
-                vars(each)["train"] = partial(_unchanged, each)
+                vars(each)["train"] = lambda mode=True, each=each: each  # noqa: ARG005 - as `Module.train` is called
                 stack.callback(vars(each).pop, "train")
         yield
-
-
-def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001 - in place of `Module.train`
-    """Return a module in the mode that it has."""
-    return module
