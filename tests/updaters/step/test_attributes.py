@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,21 +106,63 @@ def warned(model: nn.Module, after: Callable[[], object], loss_fn: Any = None, *
 def test_a_count_that_a_function_reads_between_updates_is_named(num_devices: int) -> None:
     model = Balanced()
     (text,) = warned(model, lambda: balance(model), devices=["cpu"] * num_devices)
-    assert text.startswith("Forward changes attributes of the model that your program seems to read elsewhere: used.")
+    assert text.startswith("Forward changes attributes of the model that your program reads elsewhere: used.")
     assert "as a buffer with a rule" in text
 
 
 def test_a_list_that_a_closure_reads_is_named_and_what_only_the_loss_reads_is_not() -> None:
     model, lengths = Auxiliary(), list[int]()
     (text,) = warned(model, lambda: lengths.append(len(model.sums)), with_auxiliary)
-    assert "read elsewhere: sums." in text
+    assert "reads elsewhere: sums." in text
     assert lengths == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: getattr(model, "".join(["su", "ms"])),
+        lambda model: [each.sums for each in model.modules() if hasattr(each, "sums")],
+        operator.attrgetter("sums"),
+        lambda model: copy.copy(model).sums or model.sums,
+    ],
+    ids=["getattr", "a loop", "attrgetter", "a copy"],
+)
+def test_a_read_in_any_spelling_is_named(read: Callable[[Any], object]) -> None:
+    model = Auxiliary()
+    (text,) = warned(model, lambda: read(model), with_auxiliary)
+    assert "reads elsewhere: sums." in text
+
+
+def test_what_a_forward_of_the_original_has_left_may_be_read() -> None:
+    model, inputs, found = Auxiliary(), BATCHES[0][0], list[object]()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(inputs)
+        found.extend([model.sums[-1], model.auxiliary.item(), model.input_shape])
+
+    assert warned(model, evaluate, with_auxiliary) == []
+    assert found[2] == inputs.shape
+
+
+def test_a_watched_attribute_behaves_as_before() -> None:
+    model, other = Auxiliary(), Auxiliary()
+    assert warned(model, lambda: None, with_auxiliary) == []
+    assert (other.sums, len(Auxiliary().sums)) == ([], 0)
+    del other.sums
+    assert not hasattr(other, "sums")
+    with pytest.raises(AttributeError, match="'Auxiliary' object has no attribute 'sums'"):
+        _ = other.sums
+    with pytest.raises(AttributeError):
+        del other.sums
+    assert pickle.loads(pickle.dumps(Auxiliary())).sums == []  # noqa: S301 - written just now
+    assert type(copy.deepcopy(model)) is Auxiliary
 
 
 def test_a_metric_in_the_model_is_named() -> None:
     torchmetrics = pytest.importorskip("torchmetrics", reason="the metric is one of torchmetrics")
     (text,) = warned(Measured(torchmetrics.MeanMetric()), lambda: None)
-    assert "read elsewhere: accuracy." in text
+    assert "reads elsewhere: accuracy." in text
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -132,13 +177,13 @@ def test_a_metric_that_the_loss_updates_is_named_where_its_value_is_computed(num
 
     devices = ["cpu"] * num_devices
     (text,) = warned(nn.Linear(6, 3), lambda: values.append(metric.compute()), loss_fn, devices=devices)
-    assert text.startswith("`loss_fn` updates a MeanMetric of torchmetrics whose value your program seems to compute.")
+    assert text.startswith("`loss_fn` updates a MeanMetric of torchmetrics whose value your program computes.")
 
 
 def test_attributes_of_submodules_have_their_path() -> None:
     model = nn.Sequential(Balanced())
     (text,) = warned(model, lambda: balance(model[0]))
-    assert "read elsewhere: 0.used." in text
+    assert "reads elsewhere: 0.used." in text
 
 
 def test_a_buffer_with_a_rule_is_right() -> None:

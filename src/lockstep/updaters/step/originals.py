@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from inspect import getattr_static
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.errors import DeterminismWarning, warn
 from lockstep.updaters.attempt.attempt import Attempt
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.detectors import called_functions
@@ -58,6 +62,77 @@ def _watched(kind: type, reads: dict[tuple[int, str], str]) -> type:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     # By `type` itself, because a metaclass may register classes, too.
     return type.__new__(type(kind), kind.__name__, (Watched, kind), names)
+
+
+def watch_read(module: nn.Module, name: str, message: str) -> None:
+    """Warn once a program reads a plain attribute of a module, unless a forward of the module itself has set it.
+
+    Args:
+        module: The module.
+        name: The name of the attribute.
+        message: The message of the warning.
+    """
+    kind = type(module)
+    watch = vars(kind).get(name)
+    if not isinstance(watch, _WatchedAttribute):
+        watch = _WatchedAttribute(name, getattr_static(kind, name, None))
+        # A class that is not written in Python may not allow it, and a property has its value elsewhere.
+        with suppress(TypeError):
+            if not hasattr(watch.former, "__set__"):
+                setattr(kind, name, watch)
+    watch.watched[id(module)] = weakref.ref(module), message
+
+
+class _WatchedAttribute:
+    """A descriptor that keeps an attribute where it was, and notices that it is read from some of the objects.
+
+    Args:
+        name: The name of the attribute.
+        former: The value that the class has under this name, if it has one.
+
+    Attributes:
+        watched: Some objects, by their ``id``, with the messages of the warnings.
+    """
+
+    def __init__(self, name: str, former: Any) -> None:
+        self.name = name
+        self.former = former
+        self.watched: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Return the value that the object has, or else that of the class."""
+        if instance is not None and id(instance) in self.watched:
+            self._note_read(instance, sys._getframe(1))  # noqa: SLF001 - as above
+        if instance is not None and self.name in vars(instance):
+            return vars(instance)[self.name]
+        if self.former is None:
+            raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
+        return self.former.__get__(instance, owner) if hasattr(self.former, "__get__") else self.former
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if id(instance) in self.watched and _in_forward(instance):
+            del self.watched[id(instance)]
+        vars(instance)[self.name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        if self.name not in vars(instance):
+            raise AttributeError(self.name)
+        del vars(instance)[self.name]
+
+    def _note_read(self, instance: Any, reader: FrameType) -> None:
+        if str(reader.f_globals.get("__name__")).partition(".")[0] not in (*OWN, "torchmetrics"):
+            found, message = self.watched.pop(id(instance))
+            # The number may be that of a former object.
+            if found() is instance and not _in_forward(instance):
+                warn(message, DeterminismWarning)
+
+
+def _in_forward(module: object) -> bool:
+    """Return whether this thread runs a forward of a module, which leaves there what a program expects."""
+    frame, call = sys._getframe(1), nn.Module.__call__.__code__  # noqa: SLF001 - as above
+    while frame.f_back is not None and not (frame.f_code is call and frame.f_locals["self"] is module):
+        frame = frame.f_back
+    return frame.f_back is not None
 
 
 def check_attributes_read(reads: Mapping[tuple[int, str], str], changed: Iterable[tuple[str, nn.Module, str]]) -> None:
