@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,27 @@ def test_a_store_that_does_not_answer_is_a_failure_of_its_host(stores: list[dist
         error = watches[1].explain()
         assert error is not None
         assert str(error).startswith("Rank 0 has been silent for 1.5 s: it was stopped, or cannot be reached.")
+    finally:
+        stuck.freed.set()
+        for watch in watches:
+            watch.close()
+
+
+def test_a_store_that_does_not_answer_is_found_while_a_call_waits(stores: list[dist.Store]) -> None:
+    watches = [Watch(store, rank, 2, timeout=1, store_rank=0) for rank, store in enumerate(stores[:2])]
+    stuck = _Stuck()
+    try:
+        gather(watches)
+        heartbeat_of(watches[1]).store = stuck
+        # As long as the calls return, the rank needs nothing from the store.
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            with watches[1].waiting():
+                time.sleep(0.01)
+        with watches[1].waiting():
+            assert watches[1]._failure_found.wait(LONG)
+        with pytest.raises(ls.PeerError, match=r"Rank 0 has been silent for \d+\.?\d* s: it was stopped, or cannot"):
+            watches[1].check()
     finally:
         stuck.freed.set()
         for watch in watches:

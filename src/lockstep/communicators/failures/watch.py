@@ -31,10 +31,11 @@ ANSWER_READS: Final = 2 * READS
 
 
 class Watch(AbstractContextManager[None]):
-    """The watch of one process over the others of its run, by a thread that sleeps nearly all the time.
+    """The watch of one process over the others of its run, by threads that sleep nearly all the time.
 
-    See `Heartbeat` for the thread. Without arguments, it is the watch of a process that runs alone: there are no other
-    ranks, so there is no thread, and no method finds anything.
+    See `Heartbeat` for the thread. A second one finds that the store does not answer, because a call to it has no
+    timeout. Without arguments, it is the watch of a process that runs alone: there are no other ranks, so there are no
+    threads, and no method finds anything.
 
     Args:
         store: The store by which the ranks have met; it must have a `clone` method. None for a process alone.
@@ -66,12 +67,16 @@ class Watch(AbstractContextManager[None]):
         self._failing = threading.Lock()
         self._failure_found = threading.Event()
         self._is_waiting = False
+        self._calls = 0
+        self._closed = threading.Event()
         self._heartbeat: Heartbeat | None = None
         if store is None:
             return
         # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
         # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
+        # A short timeout must not make this limit lower than that after a question.
+        max_unchanged = max(READS, round(timeout / 3 / INTERVAL))
         self._heartbeat = Heartbeat(
             # The clone is a separate connection: a call that waits for an answer blocks all others on the same
             # connection.
@@ -79,8 +84,7 @@ class Watch(AbstractContextManager[None]):
             rank,
             size,
             status=lambda: (self._is_waiting, self.phase),
-            # A short timeout must not make this limit lower than that after a question.
-            max_unchanged=max(READS, round(timeout / 3 / INTERVAL)),
+            max_unchanged=max_unchanged,
             store_rank=store_rank,
             on_failure=self._fail,
         )
@@ -88,6 +92,9 @@ class Watch(AbstractContextManager[None]):
         # closed watch is freed.
         threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         self._heartbeat.start()
+        threading.Thread(
+            target=self._watch_store, args=(self._heartbeat, max_unchanged), name="lockstep store", daemon=True
+        ).start()
 
     @property
     def failed_rank_is_exiting(self) -> bool:
@@ -120,6 +127,7 @@ class Watch(AbstractContextManager[None]):
     def __enter__(self) -> None:
         # A call that starts now could only fail or time out.
         self.check()
+        self._calls += 1
         self._is_waiting = True
 
     def __exit__(self, *_: object) -> None:
@@ -160,10 +168,30 @@ class Watch(AbstractContextManager[None]):
 
     def close(self) -> None:
         """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
+        self._closed.set()
         if self._heartbeat is not None:
             self._heartbeat.stop()
         # A group must end when torch.distributed destroys it, so no reference to it may remain here.
         self._groups.clear()
+
+    def _watch_store(self, heartbeat: Heartbeat, max_unchanged: int) -> None:
+        """Fail if the store is silent for as long as a rank may be, and a call waits for other ranks.
+
+        Without a call that waits, nothing needs the store. Silence is counted in looks, as `Heartbeat` does, so that a
+        process that was stopped itself accuses no rank when it continues.
+        """
+        silent = waits = rounds = calls = 0
+        while silent < max_unchanged or waits < READS:
+            if self._closed.wait(INTERVAL) or heartbeat.store_lost:
+                return
+            silent = silent + 1 if heartbeat.rounds == rounds else 0
+            waits = waits + 1 if self._is_waiting and self._calls == calls else 0
+            rounds, calls = heartbeat.rounds, self._calls
+        self._fail(Failure(self._store_rank, describe_silence(silent), self._phase_of_host(heartbeat)))
+
+    def _phase_of_host(self, heartbeat: Heartbeat) -> str:
+        beat = None if self._store_rank is None else heartbeat.beats.get(self._store_rank)
+        return "" if beat is None else beat.phase
 
     def _ask(self) -> dict[int, Beat | None]:
         """Hear all ranks, and return their heartbeats; a store that does not answer is a failure of its host."""
@@ -172,8 +200,7 @@ class Watch(AbstractContextManager[None]):
         if self._failure is None:
             self._heartbeat.ask()
             is_answered = self._heartbeat.answered.wait(ANSWER_READS * INTERVAL)
-            host = None if self._store_rank is None else self._heartbeat.beats.get(self._store_rank)
-            phase = "" if host is None else host.phase
+            phase = self._phase_of_host(self._heartbeat)
             if self._heartbeat.store_lost:
                 what = "has ended, and with it the store that it hosted"
                 self._fail(Failure(self._store_rank, what, phase, exiting=True))
