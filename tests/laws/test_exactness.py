@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,9 @@ def some_splits(devices: int) -> list[tuple[int, ...]]:
     return splits
 
 
-def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]]) -> None:
+def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]], **options: Any) -> None:
     model = Net()
-    with updater_of(model, devices=devices, loss_fn=LOSSES[loss]) as updater:
+    with updater_of(model, devices=devices, loss_fn=LOSSES[loss], **options) as updater:
         for split in splits:
             # What a device is given is in proportion to its work load, so these are the sizes.
             updater._engine.replicas.workloads = [float(size) for size in split]
@@ -105,10 +106,13 @@ def test_splits_over_devices_give_the_gradient_of_the_whole(devices: int, loss: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5])
-def test_every_split_over_devices_gives_the_gradient_of_the_whole(devices: int, loss: str) -> None:
-    for total in range(devices, MOST_SAMPLES + 1):
-        check_splits(devices, loss, list(compositions(total, devices)))
+@pytest.mark.parametrize(
+    ("devices", "most"), [(1, MOST_SAMPLES), (2, MOST_SAMPLES), (3, MOST_SAMPLES), (4, 18), (5, 15)]
+)
+def test_every_split_over_devices_gives_the_gradient_of_the_whole(devices: int, most: int, loss: str) -> None:
+    for total in range(devices, most + 1):
+        # Every gradient is that of the first update here, which would be audited.
+        check_splits(devices, loss, list(compositions(total, devices)), audit_every=0)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -134,7 +138,7 @@ def test_any_number_of_shards_gives_the_gradient_of_the_whole(num_shards: int, l
 @pytest.mark.parametrize("num_shards", range(1, MOST_SAMPLES + 2))
 def test_every_number_of_shards_gives_the_gradient_of_the_whole(num_shards: int, loss: str) -> None:
     for devices in range(1, 6):
-        with updater_of(Net(), devices=devices, num_shards=num_shards, loss_fn=LOSSES[loss]) as updater:
+        with updater_of(Net(), devices=devices, num_shards=num_shards, loss_fn=LOSSES[loss], audit_every=0) as updater:
             for num_samples in range(1, MOST_SAMPLES + 1):
                 check(updater, loss, num_samples)
 
