@@ -22,8 +22,9 @@ from lockstep.errors import SignalExit
 
 T = TypeVar("T")
 
-SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-"""The names of the signals that end a run after the current update. Windows has no SIGHUP and no SIGUSR1."""
+NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+SIGNALS: Final = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+"""The signals that end a run after the current update. Windows has no SIGHUP and no SIGUSR1."""
 
 
 class StopRequest:
@@ -100,14 +101,12 @@ class StopRequest:
 
     def _set_handlers(self) -> None:
         self._process, self._is_over, self._previous = os.getpid(), mmap.mmap(-1, 1), {}
-        # SIGINT first: once its handler is replaced, nothing raises here.
-        for name in sorted(SIGNALS, key=lambda name: name != "SIGINT"):
-            number = getattr(signal, name, None)
-            if number is None or signal.getsignal(number) in {None, signal.SIG_IGN}:
-                continue
-            # Recorded first: a signal may arrive as soon as the handler is set.
-            self._previous[number] = signal.getsignal(number)
-            signal.signal(number, self.handle)
+        # SIGINT first, as in the list: once its handler is replaced, nothing raises here.
+        for number in SIGNALS:
+            if signal.getsignal(number) not in {None, signal.SIG_IGN}:
+                # Recorded first: a signal may arrive as soon as the handler is set.
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self.handle)
         # A handler of the user may raise, which must not happen while weights move.
         self.holds_interrupts = self._previous.get(signal.SIGINT) is signal.default_int_handler
 
@@ -228,10 +227,7 @@ def shield_worker(worker: int) -> None:  # noqa: ARG001 - PyTorch passes it
     Args:
         worker: The number of the worker.
     """
-    for name in SIGNALS:
-        number = getattr(signal, name, None)
-        if number is None:
-            continue
+    for number in SIGNALS:
         handler = signal.getsignal(number)
         if handler in {signal.SIG_DFL, signal.default_int_handler}:
             signal.signal(number, signal.SIG_IGN)

@@ -282,7 +282,7 @@ def test_the_others_have_the_shutdown_timeout_when_a_rank_has_failed(tmp_path: P
 
 
 def test_what_the_agent_is_told() -> None:
-    settings = Run("train.py", ["-x"], num_processes="3", nodes="2", rendezvous="node0:29400", max_restarts=1)
+    settings = Run("train.py", ["-x"], num_processes="3", nnodes="2", rdzv="node0:29400", max_restarts=1)
     variables = {"OMP_NUM_THREADS": "4"}
     settings.prepare(variables)
     assert variables["OMP_NUM_THREADS"] == "4", "the user's own word stands"
@@ -302,7 +302,7 @@ def test_what_the_agent_is_told() -> None:
             ["-n", "0", "train.py", "--nnodes=2", "-n"],
             "run: --nnodes=2 is passed to the script; options of lockstep run",
         ),
-        (["--nnodes", "2", "train.py"], "`rendezvous` must be host:port"),
+        (["--nnodes", "2", "train.py"], "`--rdzv` must be host:port"),
         (["--max-restarts", "-1", "train.py"], "`max_restarts` must be at least 0, got -1"),
         (["--timeout", "0", "train.py"], "`timeout` must be more than 0 seconds, got 0"),
     ],

@@ -138,7 +138,7 @@ def _in_other_ways(communicator: ls.ProcessCommunicator) -> dict[str, Seen]:
         patch.setattr(Channel, "posts_must_match", True)
 
     def not_beside_messages(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(ls.ProcessCommunicator, "sends_early", False)
+        patch.setattr(communicator, "sends_early", False)
 
     return {
         "in the order of NCCL": train(communicator, TWO, 11, patch=in_order),

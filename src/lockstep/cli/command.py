@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
-        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        summary, _, description = (command.__doc__ or "").partition("\n\n")
+        own = commands.add_parser(name, help=f"{summary[:1].lower()}{summary[1:-1]}", description=description)
         own.set_defaults(call=command.call, parser=own)
         command.add_arguments(own)
     return made

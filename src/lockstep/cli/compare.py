@@ -1,4 +1,9 @@
-"""The `lockstep compare` command, which finds the first update after which two runs differ."""
+"""Find where two runs differ.
+
+Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
+exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common
+or a log is damaged.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,6 @@ import sys
 from pathlib import Path
 
 from lockstep.snapshots import compare_runs
-
-HELP = "find where two runs differ"
-DESCRIPTION = """
-Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
-exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common
-or a log is damaged.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,9 @@
-"""The `lockstep doctor` command, which examines this machine and tests the determinism guarantee on it."""
+"""Examine this machine.
+
+Show what this machine offers, find settings that would break the determinism guarantee or keep a run from working, and
+train a small model on one device, on two and in two processes, whose digests must be equal. The exit code is 0 if there
+is no problem and all digests are equal, and 1 otherwise.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,6 @@ from lockstep.doctor import (
     run_self_test,
 )
 
-HELP = "examine this machine"
-DESCRIPTION = """
-Show what this machine offers, find settings that would break the determinism guarantee or keep a run from working, and
-train a small model on one device, on two and in two processes, whose digests must be equal. The exit code is 0 if there
-is no problem and all digests are equal, and 1 otherwise.
-"""
 COLUMNS: Final = 80
 """The width of the text."""
 NAME: Final = 14

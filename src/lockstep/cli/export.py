@@ -1,4 +1,8 @@
-"""The `lockstep export` command, which writes a snapshot for other programs."""
+"""Write a snapshot for other programs.
+
+Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
+torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,6 @@ from pathlib import Path
 
 from lockstep.errors import SnapshotError
 from lockstep.snapshots import best, export_hf, export_torch
-
-HELP = "write a snapshot for other programs"
-DESCRIPTION = """
-Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
-torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,9 @@
-"""The `lockstep report` command, which shows a run as an HTML page."""
+"""Show a run as an HTML page.
+
+Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
+device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
+the first update that differs. What the page does not have was not recorded; it names the extension that records it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,6 @@ from pathlib import Path
 
 from lockstep.html_report import LOG, read_run, render
 from lockstep.side_files import SideFile
-
-HELP = "show a run as an HTML page"
-DESCRIPTION = """
-Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
-device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
-the first update that differs. What the page does not have was not recorded; it names the extension that records it.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

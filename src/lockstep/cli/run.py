@@ -1,19 +1,19 @@
-"""The `lockstep run` command, which starts a script on several processes."""
+"""Start a script on several processes.
+
+Start a script on several processes of this machine, or of several machines: run the same command on each.
+It uses torchrun's own agent, with restarts that work with gloo, a timeout of one minute instead of 30, and
+one thread per process. An updater in the script finds the other processes without further code.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 
 from lockstep.launch import Run, run
 from lockstep.portable import ask_for_portable_kernels
 
-HELP = "start a script on several processes"
-DESCRIPTION = """
-Start a script on several processes of this machine, or of several machines: run the same command on each.
-It uses torchrun's own agent, with restarts that work with gloo, a timeout of one minute instead of 30, and
-one thread per process. An updater in the script finds the other processes without further code.
-"""
 EXAMPLES = """
   lockstep run -n 2 train.py --epochs 3
   lockstep run -n 2 --portable train.py                         the same bits on other processors
@@ -54,19 +54,7 @@ def call(options: argparse.Namespace) -> int:
     """Start the run that the options describe, and return the exit code."""
     parser: argparse.ArgumentParser = options.parser
     try:
-        settings = Run(
-            options.script,
-            options.arguments,
-            num_processes=options.num_processes,
-            nodes=options.nnodes,
-            rendezvous=options.rdzv,
-            address=options.local_addr,
-            run_id=options.rdzv_id,
-            max_restarts=options.max_restarts,
-            timeout=options.timeout,
-            shutdown_timeout=options.shutdown_timeout,
-            as_module=options.module,
-        )
+        settings = Run(**{each.name: getattr(options, each.name) for each in fields(Run)})
         if options.portable:
             ask_for_portable_kernels(os.environ)
     except ValueError as error:

@@ -1,4 +1,8 @@
-"""The `lockstep snapshots` command, which lists the snapshots of a run and verifies them."""
+"""List the snapshots of a run.
+
+List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
+The exit code is 1 if a snapshot is damaged or if there is none.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,6 @@ from pathlib import Path
 
 from lockstep.errors import SnapshotError, printable
 from lockstep.snapshots import Found, list as list_snapshots, verify
-
-HELP = "list the snapshots of a run"
-DESCRIPTION = """
-List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
-The exit code is 1 if a snapshot is damaged or if there is none.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""The `lockstep verify` command, which runs a script in several ways and compares their bits."""
+"""Test that a script gives the same bits.
+
+Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
+with worker processes, killed and resumed, and others. Compare the bits of weights, buffers, optimizer state and losses
+after each update, and show the first update, tensor and shard that differ. Also compare the gradient of a batch with
+that of the batch as a single shard. The files of the run are written to a folder of this command, not to yours. The
+exit code is 0 if all ways are equal, and 1 otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +23,6 @@ from lockstep.html_report import element, render_checks, table
 from lockstep.side_files import SideFile
 from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
 
-HELP = "test that a script gives the same bits"
-DESCRIPTION = """
-Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
-with worker processes, killed and resumed, and others. Compare the bits of weights, buffers, optimizer state and losses
-after each update, and show the first update, tensor and shard that differ. Also compare the gradient of a batch with
-that of the batch as a single shard. The files of the run are written to a folder of this command, not to yours. The
-exit code is 0 if all ways are equal, and 1 otherwise.
-"""
 NAMES = ", ".join(way.name for way in WAYS)
 
 
@@ -107,16 +106,10 @@ def _about(row: Row) -> str:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    rows = [
-        {
-            "way": row.way.name,
-            "status": row.status,
-            "updates": row.updates,
-            "skipped": row.skipped,
-            "cause": None if row.cause is None else {**asdict(row.cause), "cure": CURES[row.cause.kind]},
-            "difference": None if row.difference is None else asdict(row.difference),
-        }
-        for row in report.rows
-    ]
-    about = {"passed": report.passed, "error": report.error, "updates": report.updates, "seconds": report.seconds}
-    return {**about, "findings": list(report.findings), "starts": report.starts, "ways": rows}
+    about = {**asdict(report), "passed": report.passed}
+    about["ways"] = about.pop("rows")
+    for found, row in zip(about["ways"], report.rows, strict=True):
+        found |= {"way": row.way.name, "status": row.status}
+        if row.cause is not None:
+            found["cause"]["cure"] = CURES[row.cause.kind]
+    return about

@@ -147,7 +147,7 @@ class PendingSum(ABC):
 class Communicator(ABC):
     """The connection between the processes of a run.
 
-    Every method except the properties is collective: all ranks must call it, in the same order.
+    Every method is collective: all ranks must call it, in the same order.
 
     Args:
         check_every: The number of updates, at least 1, within which an updater compares all bits of its state between
@@ -160,36 +160,23 @@ class Communicator(ABC):
         ValueError: If an argument is out of range.
     """
 
+    rank: int
+    """The index of this process, in 0..`size`-1."""
+    size: int
+    """The number of processes."""
+    watch: Watch
+    """The watch that knows what the other ranks are doing, and whether one has failed."""
+    exact: bool = True
+    """Whether sums over shards have the bits of the tree, no matter how shards are distributed over ranks."""
+    sends_early: bool = True
+    """Whether `begin_sum` can send tensors while the caller continues."""
+
     def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
         check_integer("check_every", check_every, minimum=1)
         check_choice("differing_models", differing_models, get_args(OnMismatch))
         self.check_every = check_every
         self.differing_models: OnMismatch = differing_models
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The index of this process, in 0..`size`-1."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The number of processes."""
-
-    @property
-    @abstractmethod
-    def watch(self) -> Watch:
-        """The watch that knows what the other ranks are doing, and whether one has failed."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether sums over shards have the bits of the tree, no matter how shards are distributed over ranks."""
-        return True
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether `begin_sum` can send tensors while the caller continues."""
-        return True
+        self.watch = Watch()
 
     @abstractmethod
     def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum, SumAudit
-from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.communicator import Communicator, Contribution, PendingSum, SumAudit
 from lockstep.communicators.transport.messages import MessageTable
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors, total
@@ -29,15 +28,6 @@ class LocalCommunicator(Communicator):
 
     rank = 0
     size = 1
-
-    def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
-        super().__init__(check_every=check_every, differing_models=differing_models)
-        self._watch = Watch()
-
-    @property
-    def watch(self) -> Watch:
-        """A watch over no other ranks."""
-        return self._watch
 
     def exchange(self, payload: bytes, table: MessageTable | None = None) -> list[bytes]:  # noqa: ARG002 - already holds the only body
         """Return the message itself. A table already holds the only body."""

@@ -77,40 +77,19 @@ class ProcessCommunicator(Communicator):
         if group is None and not dist.is_initialized():
             watch = join_run(seconds)
         found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
-        self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
+        self.watch = watch_group(found, seconds) if watch is None else watch
+        self._channel = Channel(found, seconds, self.watch)
+        self.rank, self.size = self._channel.rank, self._channel.size
+        # A group of NCCL alone also sends messages by NCCL, whose order with a sum would differ between ranks.
+        self.sends_early = self._channel.message_device.type == "cpu"
         self._wire = wire_format(compression)
+        self.exact = self._wire is EXACT
         self._sizes = PlanSizes()
         self._connected = set[torch.device]()
         self._body_bytes = 0
         """The size of the bodies in the messages of updates, which all messages have."""
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which sums are computed beside backward. Each keeps memory, so there is one per device."""
-
-    @property
-    def rank(self) -> int:
-        """The index of this process in the group."""
-        return self._channel.rank
-
-    @property
-    def size(self) -> int:
-        """The number of processes in the group."""
-        return self._channel.size
-
-    @property
-    def watch(self) -> Watch:
-        """The watch that knows what the other ranks are doing, and whether one has failed."""
-        return self._channel.watch
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is rounded when it is sent; see `Communicator.exact`."""
-        return self._wire is EXACT
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether sums can be sent while the caller continues; see `Communicator.sends_early`."""
-        # A group of NCCL alone also sends messages by NCCL, whose order with a sum would differ between ranks.
-        return self._channel.message_device.type == "cpu"
 
     @property
     def bytes_sent(self) -> int:

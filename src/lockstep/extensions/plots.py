@@ -35,26 +35,6 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-class InlineImage:
-    """An image in the output of a cell, which is replaced each time it is shown."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    def show(self, png: bytes) -> None:
-        """Display an image below the cell, instead of the one before.
-
-        Args:
-            png: The image in the format PNG.
-        """
-        from IPython.display import Image, display  # noqa: PLC0415 - present where `in_notebook` returns True
-
-        if self._handle is None:
-            self._handle = display(Image(png), display_id=True)
-        else:
-            self._handle.update(Image(png))
-
-
 MAX_TIME_FRACTION = 0.05
 """The largest fraction of a run's time that is spent on plotting."""
 
@@ -75,7 +55,7 @@ class Plot(Extension):
     def __post_init__(self) -> None:
         check_installed("matplotlib", extra="plot", user=type(self).__name__)
         self._next = 0.0
-        self._inline: InlineImage | None = None
+        self._is_inline = self._is_shown = False
 
     @abstractmethod
     def plot(self, trainer: Trainer) -> Figure | None:
@@ -88,7 +68,7 @@ class Plot(Extension):
     def initialize(self, trainer: Trainer) -> None:
         """Check the file, if it exists, and prepare one image for each run, below the cell that runs it."""
         SideFile(trainer.out, self.filename).check()
-        self._inline = InlineImage() if in_notebook() else None
+        self._is_inline, self._is_shown = in_notebook(), False
 
     def __call__(self, trainer: Trainer) -> None:
         """Draw the image, unless the last one is too recent."""
@@ -103,12 +83,19 @@ class Plot(Extension):
         figure = self.plot(trainer)
         if figure is not None:
             save_figure(figure, SideFile(trainer.out, self.filename))
-            if self._inline is not None:
-                image = BytesIO()
-                figure.savefig(image, format="png")
-                self._inline.show(image.getvalue())
+            if self._is_inline:
+                self._show(figure)
         end = time.perf_counter()
         self._next = end + (end - start) / MAX_TIME_FRACTION
+
+    def _show(self, figure: Figure) -> None:
+        """Show the figure below the cell, instead of the one before."""
+        from IPython.display import Image, display  # noqa: PLC0415 - present where `in_notebook` returns True
+
+        image = BytesIO()
+        figure.savefig(image, format="png")
+        display(Image(image.getvalue()), display_id=f"lockstep-{id(self)}", update=self._is_shown)
+        self._is_shown = True
 
 
 @dataclass(eq=False, repr=False)

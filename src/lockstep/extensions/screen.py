@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from importlib import import_module
 from typing import TextIO
 
 from tqdm import tqdm
@@ -260,7 +261,8 @@ class _Bar:
     """
 
     def __init__(self, total: float | None, initial: float, out: TextIO, text: str, *, widget: bool) -> None:
-        kind = _widget_class() if widget else tqdm
+        # Imported where it is needed, because it imports asyncio, and looks for widgets.
+        kind = import_module("tqdm.auto").tqdm if widget else tqdm
         # Without the monitor thread of tqdm, which would outlive the run.
         self._bar = type("Bar", (kind,), {"monitor_interval": 0})(
             total=total,
@@ -286,13 +288,6 @@ class _Bar:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.close()
-
-
-def _widget_class() -> type[tqdm]:
-    """Return the bar for notebooks: a widget, or text with a warning if the package for widgets is not installed."""
-    from tqdm.auto import tqdm as kind  # noqa: PLC0415 - imports asyncio, and looks for widgets
-
-    return kind  # type: ignore[no-any-return]  # tqdm is untyped
 
 
 class _Lines:

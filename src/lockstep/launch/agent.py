@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from lockstep.arguments import check_integer
 from lockstep.communicators import (
     AGENT_ENV,
     BRIEF_ENV,
@@ -41,49 +42,48 @@ LAST_CALL_MARGIN: Final = 3
 
 @dataclass(frozen=True)
 class Run:
-    """The script to start, and the processes and machines to start it on.
+    """The script to start, and the processes and machines to start it on: what the options of `lockstep run` say.
 
     Attributes:
-        script: The path of the script, or the name of a module if `as_module` is true.
+        script: The path of the script, or the name of a module if `module` is true.
         arguments: The arguments of the script.
         num_processes: The number of processes on this machine, or ``"auto"``, ``"gpu"`` or ``"cpu"``.
-        nodes: The number of machines; ``"2:4"`` for two to four.
-        rendezvous: The address ``host:port`` at which the machines meet; empty to use this machine alone.
-        address: The name or IP address by which other machines reach this one; empty to use its host name.
-        run_id: A name that is the same on all machines of one run.
+        nnodes: The number of machines; ``"2:4"`` for two to four.
+        rdzv: The address ``host:port`` at which the machines meet; empty to use this machine alone.
+        local_addr: The name or IP address by which other machines reach this one; empty to use its host name.
+        rdzv_id: A name that is the same on all machines of one run.
         max_restarts: How often all processes are restarted after one has failed, at least 0.
         timeout: Seconds that a rank waits for another before it raises, more than 0.
         shutdown_timeout: Seconds that the processes have after a signal or a failure to write their state and end,
             before they are killed, at least 1; None for those of `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` if it is set, else
             30.
-        as_module: Whether `script` is the name of a module.
+        module: Whether `script` is the name of a module.
 
     Raises:
-        ValueError: If an attribute is out of range, or `rendezvous` is missing for several machines.
+        ValueError: If an attribute is out of range, or `rdzv` is missing for several machines.
     """
 
     script: str
     arguments: Sequence[str] = ()
     num_processes: str = "auto"
-    nodes: str = "1"
-    rendezvous: str = ""
-    address: str = ""
-    run_id: str = "lockstep"
+    nnodes: str = "1"
+    rdzv: str = ""
+    local_addr: str = ""
+    rdzv_id: str = "lockstep"
     max_restarts: int = 0
     timeout: float = 60.0
     shutdown_timeout: int | None = None
-    as_module: bool = False
+    module: bool = False
 
     def __post_init__(self) -> None:
-        if self.nodes != "1" and not self.rendezvous:
-            raise ValueError("`rendezvous` must be host:port for several machines, the same on each; got none.")
+        if self.nnodes != "1" and not self.rdzv:
+            raise ValueError("`--rdzv` must be host:port for several machines, the same on each; got none.")
         # Words are for torchrun, which knows more of them.
         if not self.num_processes.isalpha() and not (self.num_processes.isdecimal() and int(self.num_processes) > 0):
             raise ValueError(f"`-n` must be at least 1, got {self.num_processes}.")
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
-        if self.shutdown_timeout is not None and self.shutdown_timeout < 1:
-            raise ValueError(f"`shutdown_timeout` must be at least 1, got {self.shutdown_timeout}.")
+        check_integer("max_restarts", self.max_restarts, minimum=0)
+        if self.shutdown_timeout is not None:
+            check_integer("shutdown_timeout", self.shutdown_timeout, minimum=1)
         # These refuse what is no timeout, in the environment too.
         timeout_for(self.timeout, {})
         self._seconds_to_end(os.environ)
@@ -91,9 +91,9 @@ class Run:
     def command_line(self) -> list[str]:
         """Return the arguments for torchrun."""
         # torchrun's --standalone would listen on all interfaces for pickles.
-        meeting = ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--rdzv-id", self.run_id]
-        if self.rendezvous:
-            meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
+        meeting = ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--rdzv-id", self.rdzv_id]
+        if self.rdzv:
+            meeting = ["--nnodes", self.nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rdzv]
             host, _ = self._endpoint()
             # At an IP address, `open_store` hosts the store. torch recognizes its own machine by host name only, and
             # might find no machine to host the store.
@@ -102,13 +102,13 @@ class Run:
             # thought dead. The other must not begin without it: it would be interrupted as soon as this one is back,
             # and if it is as busy then, each would interrupt the other for ever.
             last_call = f",last_call_timeout={self._seconds_to_end(os.environ) + LAST_CALL_MARGIN}"
-            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
-            meeting += ["--local-addr", self.address] if self.address else []
+            meeting += ["--rdzv-id", self.rdzv_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
+            meeting += ["--local-addr", self.local_addr] if self.local_addr else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
         # torch would handle ignored signals as well, and end what nohup has started.
         handled = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
         start += ["--signals-to-handle", ",".join(handled)]
-        module = ["--module"] if self.as_module else []
+        module = ["--module"] if self.module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
 
     def open_store(self) -> TCPStore | None:
@@ -125,11 +125,11 @@ class Run:
         return None
 
     def _endpoint(self) -> tuple[str, int]:
-        """Return the host and the port at which the machines meet; the name of the loopback without `rendezvous`."""
+        """Return the host and the port at which the machines meet; the name of the loopback without `rdzv`."""
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT  # noqa: PLC0415 - as in `run`
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415 - as in `run`
 
-        return parse_rendezvous_endpoint(self.rendezvous, DEFAULT_PORT)
+        return parse_rendezvous_endpoint(self.rdzv, DEFAULT_PORT)
 
     def _seconds_to_end(self, variables: Mapping[str, str]) -> int:
         """Return the seconds that the processes have to end after a signal or a failure, before they are killed."""
@@ -152,7 +152,7 @@ class Run:
         variables[SHUTDOWN_ENV] = str(self._seconds_to_end(variables))
         # Otherwise gloo and the store print a warning for each broken connection.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if not self.rendezvous:
+        if not self.rdzv:
             use_loopback(variables)
 
 

@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from lockstep.arguments import check_integer
 from lockstep.communicators import LOOPBACK, RunEnvironment, listening_store, shutdown_timeout_for, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.rank import RankOutcome, first_cause, run_rank
@@ -55,8 +56,7 @@ def launch(
         TypeError: If `main` is not callable, or an argument cannot be pickled.
         PeerError: If a rank raised, exited or was killed. It names the rank and holds its traceback.
     """
-    if num_processes < 1:
-        raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
+    check_integer("num_processes", num_processes, minimum=1)
     timeout = timeout_for(timeout, {})
     call = _pickled_call(main, tuple(args))
     with _Ranks(num_processes, call, timeout) as ranks:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.arguments import check_integer
 from lockstep.verify.causes import Cause, cause_of, findings
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
 from lockstep.verify.ways import REFERENCE, Job, Way
@@ -121,8 +122,7 @@ def check_arguments(script: Path, updates: int) -> None:
     Raises:
         ValueError: If the script is no file, or there are fewer than two updates.
     """
-    if updates < FEWEST:
-        raise ValueError(f"`updates` must be at least {FEWEST}, got {updates}.")
+    check_integer("updates", updates, minimum=FEWEST)
     if not script.is_file():
         raise ValueError(f"`script` must be a file, got {script}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,6 +20,7 @@ from lockstep.triggers import TriggerSpec
 from lockstep.updaters import MAIN, Clock, ParallelUpdater, Stopwatch
 
 
+@dataclass(eq=False, repr=False)
 class ObserveValue(Extension):
     """Observes the result of a function of the trainer.
 
@@ -32,12 +34,10 @@ class ObserveValue(Extension):
 
     priority = WRITER
 
-    def __init__(
-        self, key: str, function: Callable[[Any], Observed], *, trigger: TriggerSpec = (1, "iteration")
-    ) -> None:
-        self.key = key
-        self.function = function
-        self.trigger = trigger
+    key: str
+    function: Callable[[Any], Observed]
+    _: KW_ONLY
+    trigger: TriggerSpec = (1, "iteration")
 
     @property
     def name(self) -> str:
@@ -133,6 +133,7 @@ STATISTICS: Final[Mapping[str, Statistic]] = MappingProxyType(
 """The default statistics by name."""
 
 
+@dataclass(eq=False, repr=False)
 class ParameterStatistics(Extension):
     """Observes statistics of each parameter and of its gradient in the last update.
 
@@ -154,20 +155,12 @@ class ParameterStatistics(Extension):
 
     priority = WRITER
 
-    def __init__(
-        self,
-        statistics: Mapping[str, Statistic] = STATISTICS,
-        *,
-        data: bool = True,
-        grads: bool = True,
-        prefix: str = "",
-        trigger: TriggerSpec = (1, "epoch"),
-    ) -> None:
-        self.statistics = dict(statistics)
-        self.data = data
-        self.grads = grads
-        self.prefix = prefix
-        self.trigger = trigger
+    statistics: Mapping[str, Statistic] = field(default_factory=lambda: STATISTICS)
+    _: KW_ONLY
+    data: bool = True
+    grads: bool = True
+    prefix: str = ""
+    trigger: TriggerSpec = (1, "epoch")
 
     def __call__(self, trainer: Trainer) -> None:
         """Compute and observe the statistics."""
