@@ -211,3 +211,67 @@ def test_the_manifest_has_the_fields_of_format_2(tmp_path: Path) -> None:
     half = small_content().state["half"]
     assert document["files"]["state.safetensors"]["state/half"] == ["bfloat16", [5], [tensor_digest(half)]]
     assert document["state"]["masters"] == [{"$tensor": ["model.safetensors", "weight"]}]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Averages the weights of another optimizer, and saves both states under names of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        slow, fast = super().state_dict(), self.inner.state_dict()
+        return {"slow_state": slow["state"], "fast_state": fast["state"], "param_groups": fast["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": state_dict["slow_state"], "param_groups": groups})
+        self.inner.load_state_dict({"state": state_dict["fast_state"], "param_groups": groups})
+        self.param_groups = self.inner.param_groups
+
+
+def looking_ahead(fails: list[int]) -> ls.ParallelUpdater:
+    """Build an updater whose step function fails once after its step in some updates."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 3)
+
+    def step_fn(updater: ls.ParallelUpdater, batch: Any) -> None:
+        updater.compute_gradients(batch)
+        updater.apply_gradients()
+        if updater.iteration in fails:
+            fails.remove(updater.iteration)
+            raise RuntimeError("after its step")
+
+    return ls.ParallelUpdater(
+        ls.BatchIterator(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), 4, seed=0),
+        Lookahead(torch.optim.Adam(net.parameters(), lr=0.1)),
+        net,
+        devices=["cpu"],
+        loss_fn=lambda net, x: net(x).square().mean(),
+        step_fn=step_fn,
+    )
+
+
+def test_a_state_under_names_of_the_optimizers_own_is_loaded_by_it(tmp_path: Path) -> None:
+    updater, resumed = looking_ahead([]), looking_ahead([4])
+    for update in range(6):
+        if update == 3:
+            ls.snapshots.save(updater, tmp_path / "saved")
+        updater.update()
+    ls.snapshots.restore(resumed, tmp_path / "saved")
+    resumed.update()
+    with pytest.raises(RuntimeError, match="after its step"):
+        resumed.update()
+    for _ in range(2):
+        resumed.update()
+    assert ls.digest(resumed.get_all_models()["main"]) == ls.digest(updater.get_all_models()["main"])

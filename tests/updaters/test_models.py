@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -450,3 +451,27 @@ def test_buffers_that_get_their_shapes_in_the_first_forward_have_a_cure() -> Non
     model(torch.ones(4, 1))
     with updater_of(model, buffers={"lowest": "min"}) as updater:
         assert updater.update().applied
+
+
+def test_a_gradient_by_what_another_network_returns_is_explained() -> None:
+    nets = {"gen": nn.Linear(2, 3), "dis": nn.Linear(3, 1)}
+
+    def penalized(nets: Any, noise: torch.Tensor, *, leaf: bool) -> torch.Tensor:
+        fake = nets["gen"](noise)
+        fake = fake.detach().requires_grad_() if leaf else fake
+        score = nets["dis"](fake).tanh()
+        (gradient,) = torch.autograd.grad(score.sum(), fake, create_graph=True)
+        return score.mean() + gradient.square().mean()
+
+    updater = ls.ParallelUpdater(
+        [(torch.randn(4, 2),)],
+        {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()},
+        nets,
+        devices=["cpu"],
+        loss_fn=partial(penalized, leaf=False),
+    )
+    with pytest.raises(ls.ReplicaError, match=r"does not require grad\. In compute_gradients\(optimizer=\.\.\.\) only"):
+        updater.compute_gradients(torch.randn(4, 2), optimizer="dis")
+    updater.compute_gradients(torch.randn(4, 2), loss_fn=partial(penalized, leaf=True), optimizer="dis")
+    updater.apply_gradients("dis")
+    updater.finalize()

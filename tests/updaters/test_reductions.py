@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from lockstep.replicas import why_no_mean
+from lockstep.replicas import NoMeans
 from tests.support.runs import finalized
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -522,18 +522,45 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(case: str, num_devices: int) -
     assert said_by(loss_fn, 1, 1) == []
 
 
+def found_in(*losses: Any) -> list[str]:
+    seen = NoMeans()
+    for loss in losses:
+        seen.note(loss, len(X), batch=0)
+    return [*seen.found]
+
+
 def test_a_loss_of_thousands_of_terms_is_looked_through() -> None:
     scores = X @ torch.randn(4, 3, requires_grad=True)
     terms = [functional.cross_entropy(scores, Y), *[scores.mean()] * 3_000]
-    assert why_no_mean(sum(terms), len(X)) == ""  # type: ignore[arg-type]
-    assert why_no_mean(sum([*terms, ignoring(scores, Y)]), len(X)).startswith("a term that is")  # type: ignore[arg-type]
+    assert found_in(sum(terms)) == []
+    (found,) = found_in(sum([*terms, functional.cross_entropy(scores, Y)]), sum([*terms, ignoring(scores, Y)]))
+    assert found.startswith("a term that is a mean weighted")
 
 
 def test_a_sum_that_is_doubled_is_looked_through_once() -> None:
     total = functional.cross_entropy(X @ torch.randn(4, 3, requires_grad=True), Y)
     for _ in range(64):
         total = total + total
-    assert why_no_mean(total, len(X)) == ""
+    assert found_in(total) == []
+
+
+def test_labels_of_which_all_shards_ignore_the_same_part_give_means() -> None:
+    labels = torch.stack([torch.full_like(Y, -100), Y, Y], 1)
+    # Batches of an update may differ from each other, but not their shards.
+    batches = [(X, labels), (X, labels[:, 1:]), (X, labels)]
+    net = model()
+    updater = ls.ParallelUpdater(
+        batches,
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net,
+        devices=["cpu"] * 2,
+        num_shards=4,
+        loss_fn=of_tokens,
+        accumulate=2,
+    )
+    with finalized(updater), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        updater.update()
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

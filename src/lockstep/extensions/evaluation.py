@@ -34,7 +34,6 @@ from lockstep.updaters import (
     is_summed,
     loss_weight,
     metric_pairs,
-    rounded,
     without_caches,
 )
 
@@ -178,9 +177,8 @@ class Evaluation:
         loss_fn, network, shard = self.loss_fn, self._pass.networks[0], result.shard
         if loss_fn is None or not 1 < len(shard.samples) < self._pass.sizes[0]:
             return
-        draws = Draws()
 
-        def compute_part(_: int, given: tuple[range, ShardArguments]) -> Any:
+        def compute_part(draws: Draws, _: int, given: tuple[range, ShardArguments]) -> Any:
             samples, arguments = given
             with without_caches([loss_fn, *network.modules()]), uncompiled(), draws:
                 draws.start(samples)
@@ -188,12 +186,11 @@ class Evaluation:
                 draws.end()
             return returned
 
-        def compute() -> tuple[list[Computed], float]:
-            results = self.runner.run_parts(shard, result.given, compute_part, self._pass.observers)
-            reports = [self._report(each, each.returned) for each in results]
-            return [*map(Computed.of_report, reports)], rounded(draws, self.runner.replicas.devices[0])
+        def compute(draws: Draws) -> list[Computed]:
+            results = self.runner.run_parts(shard, result.given, partial(compute_part, draws), self._pass.observers)
+            return [Computed.of_report(self._report(each, each.returned)) for each in results]
 
-        differs, reported = find_no_means(compute)
+        differs, reported = find_no_means(compute, self.runner.replicas.devices[0])
         found = {name: f"The reported value {name!r} is {what}" for name, what in reported.items()}
         # The sums of shards are added.
         found |= {"loss": f"`loss_fn` returns {differs}"} if differs and not is_summed(loss_fn) else {}

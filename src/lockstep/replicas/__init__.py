@@ -49,7 +49,7 @@ from lockstep.replicas.passes.leaks import (
     foreign_leaves as foreign_leaves,
     refusing_writes as refusing_writes,
 )
-from lockstep.replicas.passes.means import why_no_mean as why_no_mean
+from lockstep.replicas.passes.means import REDUCED_BY_MEAN as REDUCED_BY_MEAN, NoMeans as NoMeans
 from lockstep.replicas.passes.shard_runner import (
     ShardRunner as ShardRunner,
     create_runner as create_runner,

@@ -346,7 +346,8 @@ def _state_of(snapshot: Snapshot, updater: Updater, accepted: list[Change]) -> d
 def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
     """Adapt the saved state of an optimizer to this process: memory layouts, and options that are new."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved["state"].items():
+    # A `state_dict` of the optimizer's own class may have other entries, which its `load_state_dict` takes as they are.
+    for index, values in saved.get("state", {}).items():
         # A parameter without a shape gets the one that is saved, in row-major order like its state. What belongs to no
         # parameter has a name instead of an index.
         shaped = index in range(len(parameters)) and not is_lazy(parameters[index])
@@ -354,7 +355,7 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
             # Files hold tensors in row-major order, but fused kernels ignore strides.
             if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
                 values[key] = laid_out_for(parameters[index], value)
-    if len(saved["param_groups"]) != len(optimizer.param_groups):
+    if len(saved.get("param_groups", ())) != len(optimizer.param_groups):
         return
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         # Options of another version of PyTorch, of which `check_recipe` has warned.

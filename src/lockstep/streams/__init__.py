@@ -13,6 +13,9 @@ from lockstep.streams.override import (
     shard_stream as shard_stream,
 )
 from lockstep.streams.seeding import (
+    DRAWS as DRAWS,
+    moved as moved,
+    python_states as python_states,
     restored_generators as restored_generators,
     seed_everything as seed_everything,
     seed_python_and_numpy as seed_python_and_numpy,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -55,6 +56,33 @@ def seed_python_and_numpy(seed: int) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
+
+
+def python_states() -> dict[str, object]:
+    """Return the states of the default generators of Python, and of NumPy if it is imported, by name."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        # The array of the state is the generator's copy, and arrays do not compare as one value.
+        found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return found
+
+
+def moved(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """List the names of states that have changed.
+
+    >>> moved({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
+    ['b']
+    """
+    return [name for name, state in before.items() if name in after and after[name] != state]
+
+
+DRAWS: Final = (
+    "{} from {}. These numbers depend on which device and rank computes which shard, and are no part of a saved state. "
+    "Draw from torch without `generator=`: its stream belongs to the shard. Or create a generator in the loss function "
+    "or in forward, seeded from torch: random.Random(torch.randint(2**31, ()).item())."
+)
+"""A warning, for who draws from which generators."""
 
 
 @contextmanager

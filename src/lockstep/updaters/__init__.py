@@ -43,7 +43,6 @@ from lockstep.updaters.step.originals import (
 from lockstep.updaters.step.parts import (
     Computed as Computed,
     find_no_means as find_no_means,
-    rounded as rounded,
 )
 from lockstep.updaters.step.recomputation import without_caches as without_caches
 from lockstep.updaters.token_mean import token_mean as token_mean

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, warn
 from lockstep.nest import attributes, listed
-from lockstep.streams import restored_generators
+from lockstep.streams import python_states, restored_generators
 from lockstep.updaters.loss import BatchLoss, Supervised
 from lockstep.updaters.setup.names import NamedLoss
 
@@ -172,26 +172,16 @@ def generator_states(functions: Iterable[object], models: Iterable[nn.Module] = 
     held = [each for function in functions for each in references(function)]
     held += [value for each in held if type(each) is FunctionType for value in references(each)]
     held += [value for model in models for each in model.modules() for value in vars(each).values()]
-    python, of_numpy, of_torch, others = GENERATORS
-    found: dict[str, object] = {python: random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        # The array of the state is the generator's copy, and arrays do not compare as one value.
-        found[of_numpy] = pickle.dumps(numpy.random.get_state(legacy=False))
+    *_, of_torch, others = GENERATORS
+    found, numpy = python_states(), sys.modules.get("numpy")
     kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator, numpy.random.RandomState)
     found[others] = pickle.dumps([each for each in held if type(each) in kinds])
     found[of_torch] = [each.get_state().tolist() for each in held if type(each) is torch.Generator]
     return found
 
 
-def moved(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """List the names of states that have changed.
-
-    >>> moved({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
-    ['b']
-    """
-    return [name for name, state in before.items() if name in after and after[name] != state]
-
+LIBRARIES: Final = ("torch.", "lockstep.")
+"""Beginnings of the modules of optimizers that are known to be repeatable."""
 
 MOST_LEVELS: Final = 3
 """The number of objects at most on the way from the loss function, which is the first, to a tensor or a module."""
@@ -207,20 +197,32 @@ PLAIN: Final = (torch.Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that are looked at; another type may run code of yours, or have no values yet."""
 
 
-def states(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, object]:
+def states(loss_fn: Any, models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()) -> dict[str, object]:
     """Return the states by name of what may move while shards are computed: generators, and tensors beside the model.
 
     Args:
         loss_fn: The loss function.
         models: The model and its replicas.
+        optimizers: Optimizers, which may hold what their hooks collect.
     """
-    tensors = outside_tensors(loss_fn, models)
+    tensors = outside_tensors(loss_fn, models) | tensors_of_own(optimizers, models)
     return generator_states([loss_fn], models) | {
         f"`{name}`": checksum(each)
         for name, each in tensors.items()
         # A tensor whose memory was freed has no values.
         if not each.is_meta and (each.layout is not torch.strided or each.untyped_storage().nbytes())
     }
+
+
+def tensors_of_own(optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the tensors by name that optimizers refer to that are not PyTorch's or lockstep's.
+
+    Args:
+        optimizers: The optimizers.
+        models: The model and its replicas, of which nothing is looked at.
+    """
+    own = [each for each in optimizers if not type(each).__module__.startswith(LIBRARIES)]
+    return {name: tensor for each in own for name, tensor in outside_tensors(each, models).items()}
 
 
 def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
@@ -304,9 +306,6 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if type(call) is FunctionType:
             yield path, call
 
-
-LIBRARIES: Final = ("torch.", "lockstep.")
-"""Beginnings of the modules of optimizers that are known to be repeatable."""
 
 MOST_ELEMENTS: Final = 2**24
 """The number of elements of an optimizer above which it is not copied."""

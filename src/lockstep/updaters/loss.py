@@ -16,7 +16,7 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from lockstep.arguments import misfit
 from lockstep.errors import OrderError
-from lockstep.replicas import why_no_mean
+from lockstep.replicas import REDUCED_BY_MEAN, NoMeans
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +359,12 @@ def explained(error: Exception, loss_fn: LossFunction, args: Sequence[Any], kwar
         args: The positional entries of the batch.
         kwargs: The entries of the batch by keyword.
     """
+    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        return RuntimeError(
+            f"{error}. In compute_gradients(optimizer=...) only the parameters of this optimizer require a gradient, "
+            "and what other networks return requires none. To differentiate by it, call requires_grad_() on it first, "
+            "as in fake = generator(noise).detach().requires_grad_()."
+        )
     if not isinstance(error, TypeError) or loss_fn is model_is_loss:
         return error
     if not misfit(loss_fn, None, *args, **kwargs) and "Tensor' object is not callable" not in str(error):
@@ -471,16 +477,13 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == two
 
 
-BY_MEAN: Final = 1
-"""The number by which PyTorch knows ``reduction="mean"``."""
-
-
-def loss_weight(loss: Loss, num_samples: int, *, no_means: set[str] | None = None) -> float:
+def loss_weight(loss: Loss, num_samples: int, *, batch: int = 0, no_means: NoMeans | None = None) -> float:
     """Return the weight of a shard's loss; waits for the device if the weight is there.
 
     Args:
         loss: The loss of the shard.
         num_samples: The number of samples in the shard.
+        batch: The number of their batch in the update.
         no_means: Receives what a loss without a weight is that is no mean over samples; None to look at nothing.
 
     Raises:
@@ -491,9 +494,10 @@ def loss_weight(loss: Loss, num_samples: int, *, no_means: set[str] | None = Non
             node: Any = loss.value.grad_fn
             # The most usual mean is seen at once, because losses are looked at in every update.
             is_usual = loss.value.is_cpu and node is not None and node.name() == "NllLossBackward0"
-            if not (is_usual and (node._saved_total_weight.item(), node._saved_reduction) == (num_samples, BY_MEAN)):  # noqa: SLF001 - autograd has no public names
-                why = why_no_mean(loss.value, num_samples)
-                no_means.add(why and f"{why} over them,")
+            if is_usual and (node._saved_total_weight.item(), node._saved_reduction) == (num_samples, REDUCED_BY_MEAN):  # noqa: SLF001 - autograd has no public names
+                no_means.weights.add((batch, 0, "1"))
+            else:
+                no_means.note(loss.value, num_samples, batch)
         return float(num_samples)
     weight = float(loss.weight)
     if not (math.isfinite(weight) and weight >= 0):

@@ -274,11 +274,13 @@ class ParallelUpdater(Updater):
     ) -> UpdateResult:
         """Compute the gradient of a batch, and store it in ``parameter.grad``: the first half of an update.
 
+        In a step function this replaces the buffers, too; elsewhere, `apply_gradients` or the next computation does.
+
         Args:
             batch: `Samples`, or a tensor or nested tensors with the samples along the first dimension.
             loss_fn: The loss function to use instead of the updater's.
             optimizer: The name of the optimizer whose parameters get a gradient; others keep theirs. None: all.
-            buffers_of: The names of the models whose buffers, such as running statistics, the step changes; None: all.
+            buffers_of: The names of the models whose buffers, such as running statistics, it changes; None: all.
 
         Returns:
             What was measured. ``applied`` is False, and `nonfinite` names a parameter if the gradient is not finite. In
@@ -293,7 +295,7 @@ class ParallelUpdater(Updater):
         return self._custom.compute(batch, loss_fn, optimizer, buffers_of)
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
-        """Step by the gradient in ``parameter.grad``, replace the buffers, and count: the second half of an update.
+        """Step by the gradient in ``parameter.grad``, and count: the second half of an update.
 
         If the gradient was not finite, the loss scale decreases instead. A step function counts when it ends.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import random
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -450,3 +452,115 @@ def test_several_gpus(home: str) -> None:
             grads = [parameter.grad for parameter in model.parameters()]
             found.append(ls.digest(model, out, grads, group.input_grads()))
     assert len(set(found)) == 1
+
+
+class MovedInBackward(torch.autograd.Function):
+    """Compare with the rows of a memory bank, which move in backward as those of instance discrimination do."""
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(features)
+        ctx.memory = memory
+        return features @ memory.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (features,) = ctx.saved_tensors
+        result = gradient @ ctx.memory
+        ctx.memory.mul_(0.5).add_(features.mean(0), alpha=0.5)
+        return result, None
+
+
+class Bank(nn.Module):
+    """A layer with a memory bank, and statistics that move in forward."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.moves = nn.Linear(4, 5), nn.BatchNorm1d(5), moves
+        self.register_buffer("memory", torch.ones(6, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.norm(self.layer(x))
+        return MovedInBackward.apply(features, self.memory) if self.moves else features @ self.memory.T
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_buffer_that_backward_changes_is_named_once(devices: int, moves: bool) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    net = ls.DataParallel(Bank(moves=moves), ["cpu"] * devices, num_shards=2)
+    with ls.ReplicaGroup(Bank(moves=moves), ["cpu"] * devices, num_shards=2) as group:
+        for backward in (lambda: net(x).sum().backward(), lambda: group.backward(torch.ones_like(group.forward(x)))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    backward()
+            texts = [str(each.message) for each in caught if "Backward changes" in str(each.message)]
+            assert [text.partition(".")[0] for text in texts] == [
+                "Backward changes buffers of the model: memory"
+            ] * moves
+
+
+class KeyEncoder(nn.Module):
+    """Moves the weights of a second network in forward, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        for mine, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            mine.mul_(0.9).add_(other, alpha=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._move()
+        return self.query(x) * self.key(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_forward_that_writes_to_parameters_is_refused(devices: int) -> None:
+    model = KeyEncoder()
+    before = ls.digest(model)
+    net = ls.DataParallel(model, ["cpu"] * devices, num_shards=devices)
+    with ls.ReplicaGroup(KeyEncoder(), ["cpu"] * devices) as group:
+        with pytest.raises(
+            ValueError, match=r"must not write to its parameters while shards are computed.*'key\.weight'"
+        ):
+            net(batch())
+        with pytest.raises(ValueError, match=r"'key\.weight'"):
+            group.forward(batch(), training=True)
+    assert ls.digest(model) == before
+    with torch.no_grad():
+        net(batch())  # as a first pass that initializes parameters
+
+
+class Skipping(nn.Linear):
+    """Leaves its layer out by chance, as stochastic depth does."""
+
+    def __init__(self, draw: Callable[[], object]) -> None:
+        super().__init__(4, 4)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.draw() else x
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "Python's `random`": lambda: random.random() < 2,  # noqa: S311 - the one that is warned of
+    "`numpy.random`": lambda: np.random.rand() < 2,
+    "": lambda: torch.rand(()) < 2,
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_a_forward_that_draws_from_other_generators_is_named_once(drawn: str) -> None:
+    net = ls.DataParallel(Skipping(DRAWS[drawn]), ["cpu"] * 2)
+    with ls.ReplicaGroup(Skipping(DRAWS[drawn]), ["cpu"] * 2) as group:
+        for run in (net, lambda x: group.forward(x, training=True)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    run(batch())
+            found = [str(each.message).partition(". ")[0] for each in caught]
+            assert found == [f"The model draws from {drawn}"] * bool(drawn)

@@ -173,6 +173,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, Shapes]] 
 }
 
 
+@pytest.mark.filterwarnings("ignore:The model draws from:lockstep.RandomStreamWarning")
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_shapes_that_are_not_known_come_with_a_forward(name: str) -> None:
     make, described, batch, expected = UNKNOWN[name]

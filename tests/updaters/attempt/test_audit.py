@@ -454,3 +454,39 @@ def test_each_of_many_faults_is_found_where_its_shard_is_audited() -> None:
                 fault.calls = lambda _: False
             updater.update()
     assert 200 < found < 300
+
+
+class Collecting(torch.optim.SGD):
+    """Steps by what a hook of a module has collected, as optimizers with Kronecker factors do."""
+
+    def __init__(self, model: nn.Module, *, collects: bool) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.factors = {"input": torch.eye(6), "constant": torch.ones(6)}
+        if collects:
+            model.register_forward_pre_hook(lambda _, inputs: self.collect(inputs[0]))
+
+    def collect(self, x: torch.Tensor) -> None:
+        self.factors["input"].mul_(0.9).add_(x.T @ x, alpha=0.1)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_what_an_optimizer_collects_while_shards_are_computed_is_named(collects: bool) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = Collecting(model, collects=collects)
+    updater = ls.ParallelUpdater(
+        [(torch.randn(8, 6), torch.arange(8) % 3)] * 3,
+        optimizer,
+        model,
+        devices=["cpu"],
+        num_shards=2,
+        loss_fn=ls.supervised(functional.cross_entropy),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            updater.update()
+    updater.finalize()
+    texts = [str(each.message) for each in caught]
+    assert [text.partition(". ")[0] for text in texts] == [
+        "While a shard was computed, this changed, which is no part of the model: `Collecting.factors['input']`"
+    ] * collects

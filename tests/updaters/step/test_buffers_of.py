@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -180,3 +181,143 @@ def test_a_single_name_that_is_no_collection_is_refused() -> None:
     updater = updater_of(networks(), 1, 1)
     with pytest.raises(TypeError, match=r"`buffers_of` must be a collection of names, such as \['dis'\], got 'dis'"):
         updater.compute_gradients(batches()[0], loss_fn=discriminator_loss, buffers_of="dis")
+
+
+class Norm(nn.Sequential):
+    """A layer between two layers that keep batch statistics."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            super().__init__(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+
+def squares(nets: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
+    return sum(net(x).square().mean() for net in nets.values())  # type: ignore[return-value]
+
+
+def cubes(nets: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
+    return sum(net(x + 1).pow(3).mean() for net in nets.values())  # type: ignore[return-value]
+
+
+def by_itself(updater: ls.ParallelUpdater, batch: Any, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Step without the updater, as an optimizer with a step of another name does."""
+    for name, loss_fn in (("gen", squares), ("dis", cubes)):
+        updater.compute_gradients(batch, loss_fn=loss_fn, optimizer=name)
+        optimizers[name].step()
+
+
+def twice(updater: ls.ParallelUpdater, batch: Any, _: object) -> None:
+    """Step by the second of two gradients for one optimizer, as sharpness-aware minimization does."""
+    updater.compute_gradients(batch, loss_fn=squares, optimizer="gen")
+    updater.get_all_optimizers()["gen"].zero_grad()
+    updater.compute_gradients(batch, loss_fn=cubes, optimizer="gen")
+    updater.apply_gradients("gen")
+
+
+def before_both_steps(updater: ls.ParallelUpdater, batch: Any, _: object) -> None:
+    """Compute for both optimizers before either steps."""
+    for name, loss_fn in (("gen", squares), ("dis", cubes)):
+        updater.compute_gradients(batch, loss_fn=loss_fn, optimizer=name)
+    for name in ("dis", "gen"):
+        updater.apply_gradients(name)
+
+
+def left_by(function: Any, devices: int, *, in_update: bool) -> dict[str, torch.Tensor]:
+    """Return the buffers after two updates by a function, as a step function or in a loop of one's own."""
+    nets: dict[str, nn.Module] = {"gen": Norm(), "dis": Norm()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.01) for name, net in nets.items()}
+    data = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
+    updater = ls.ParallelUpdater(
+        data,
+        optimizers,
+        nets,
+        devices=["cpu"] * devices,
+        num_shards=devices,
+        step_fn=(lambda updater, batch: function(updater, batch, optimizers)) if in_update else None,
+        loss_fn=squares,
+    )
+    for batch in data:
+        updater.update() if in_update else function(updater, batch, optimizers)
+    updater.finalize()
+    return {f"{name}.{key}": value for name, net in nets.items() for key, value in net.named_buffers()}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("function", "in_update", "forwards"),
+    [(by_itself, True, 4), (twice, True, 4), (before_both_steps, True, 4), (before_both_steps, False, 4)],
+)
+def test_every_computation_of_an_update_leaves_its_buffers(
+    function: Any, in_update: bool, forwards: int, devices: int
+) -> None:
+    found = left_by(function, devices, in_update=in_update)
+    assert [found[f"{net}.{norm}.num_batches_tracked"] for net in ("gen", "dis") for norm in (0, 2)] == [forwards] * 4
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_with_one_shard_they_are_those_of_the_plain_loop() -> None:
+    found = left_by(before_both_steps, 1, in_update=True)
+    nets: dict[str, nn.Module] = {"gen": Norm(), "dis": Norm()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.01) for name, net in nets.items()}
+    for seed in range(2):
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        for name, loss_fn in (("gen", squares), ("dis", cubes)):
+            gradients = torch.autograd.grad(loss_fn(nets, batch), [*nets[name].parameters()])
+            for parameter, gradient in zip(nets[name].parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        for each in optimizers.values():
+            each.step()
+    for name, net in nets.items():
+        for key, value in net.named_buffers():
+            assert torch.equal(found[f"{name}.{key}"], value), (name, key)
+
+
+def test_an_update_that_fails_leaves_no_buffers() -> None:
+    def fails(updater: ls.ParallelUpdater, batch: Any, optimizers: object) -> None:
+        before_both_steps(updater, batch, optimizers)
+        raise RuntimeError("in the middle")
+
+    nets: dict[str, nn.Module] = {"gen": Norm(), "dis": Norm()}
+    before = [ls.digest(list(net.buffers())) for net in nets.values()]
+    updater = ls.ParallelUpdater(
+        [(torch.randn(8, 6),)],
+        {name: torch.optim.SGD(net.parameters(), lr=0.01) for name, net in nets.items()},
+        nets,
+        devices=["cpu"],
+        step_fn=lambda updater, batch: fails(updater, batch, None),
+    )
+    with pytest.raises(RuntimeError, match="in the middle"):
+        updater.update()
+    assert [ls.digest(list(net.buffers())) for net in nets.values()] == before
+
+
+@pytest.mark.parametrize("options", [{"clip_grad_norm": 0.1}, {"scheduler": True}, {}])
+@pytest.mark.parametrize("applies", [True, False])
+def test_what_a_step_function_leaves_out_is_warned_of_once(options: dict[str, Any], applies: bool) -> None:
+    net = Norm()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if "scheduler" in options:
+        options = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+    def step_fn(updater: ls.ParallelUpdater, batch: Any) -> None:
+        updater.compute_gradients(batch)
+        updater.apply_gradients() if applies else optimizer.step()
+
+    updater = ls.ParallelUpdater(
+        [torch.randn(8, 6)] * 2,
+        optimizer,
+        net,
+        devices=["cpu"],
+        step_fn=step_fn,
+        loss_fn=lambda net, x: net(x).square().mean(),
+        **options,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updater.update()
+    updater.finalize()
+    texts = [str(each.message) for each in caught]
+    assert ["without apply_gradients(), so `clip_grad_norm` clips nothing" in text for text in texts] == [True] * (
+        not applies and bool(options)
+    )

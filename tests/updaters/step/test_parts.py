@@ -91,6 +91,9 @@ NO_MEANS: dict[str, Callable[..., Any]] = {
     "rare positives": lambda net, x, y, _: each_loss(net, x, y).mean() + net(x)[y == 0].square().mean(),
     "the value alone is a mean": lambda net, x, y, _: balanced(each_loss(net, x, y).mean(), net(x).square().mean()),
     "another weight": lambda net, x, y, w: ls.Loss((each_loss(net, x, y) * w).sum() / w.sum(), weight=w.square().sum()),
+    "a sum with noise for each label": lambda net, x, *_: (
+        2 * ((out := net(x.repeat_interleave(3, 0))) + torch.randn_like(out)).square().sum()
+    ),
 }
 
 
@@ -233,6 +236,16 @@ def refusing(net: nn.Module, x: torch.Tensor, y: torch.Tensor, _: torch.Tensor) 
     return 2 * each_loss(net, x, y).sum()
 
 
+def two_views(outputs: torch.Tensor) -> torch.Tensor:
+    """Compare both halves of the rows."""
+    one, other = outputs.chunk(2)
+    return (one - other).square().mean()
+
+
+def noisy_mean(outputs: torch.Tensor) -> torch.Tensor:
+    return (outputs + torch.randn_like(outputs)).square().mean()
+
+
 MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, Any]]] = {
     "mean": (lambda net, x, y, _: each_loss(net, x, y).mean(), linear, {}),
     "batch normalization and dropout": (lambda net, x, y, _: each_loss(net, x, y).mean(), normalized, {}),
@@ -271,6 +284,13 @@ MEANS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], dict[str, An
     "changed in place": (lambda net, x, y, _: each_loss(net, x.mul_(2), y).mean(), linear, {}),
     "summed on purpose": (lambda net, x, y, _: each_loss(net, x, y).sum(), linear, {"reduction": "sum"}),
     "not audited": (lambda net, x, y, _: 2 * each_loss(net, x, y).sum(), linear, {"audit_every": 0}),
+    "two views in one forward": (
+        lambda net, x, *_: two_views(functional.dropout(net(torch.cat([x, x])), 0.3)),
+        linear,
+        {},
+    ),
+    "noise for each label": (lambda net, x, *_: noisy_mean(net(x.repeat(3, 1))), linear, {}),
+    "noise for each label of a sample": (lambda net, x, *_: noisy_mean(net(x.repeat_interleave(3, 0))), linear, {}),
 }
 
 
@@ -380,3 +400,45 @@ def test_a_reported_value_that_is_no_mean_is_named(case: str, *, by_metrics: boo
     found = [str(each.message) for each in said if "is no mean over samples" in str(each.message)]
     assert len(found) == warns
     assert all("The reported value 'right' is " in each for each in found if case == "number of correct ones")
+
+
+def of_objects(net: nn.Module, x: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+    """Divide by the number of objects of all images."""
+    squares = [(out - each).square().sum() for out, each in zip(net(x)[:, 0], boxes, strict=True)]
+    return sum(squares, torch.zeros(())) / sum(len(each) for each in boxes)
+
+
+def of_images(net: nn.Module, x: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+    """Divide by the number of objects of each image."""
+    squares = [(out - each).square().mean() for out, each in zip(net(x)[:, 0], boxes, strict=True)]
+    return torch.stack(squares).mean()
+
+
+def to_lists(samples: Any, _: torch.device) -> dict[str, Any]:
+    """Return a list of boxes, of which each image has its own number."""
+    return {"x": torch.stack([x for x, _ in samples]), "boxes": [boxes for _, boxes in samples]}
+
+
+@pytest.mark.parametrize(("loss_fn", "warns"), [(of_objects, [0]), (of_images, [])])
+def test_a_batch_with_a_list_of_tensors_is_cut_by_its_entries(loss_fn: Any, warns: list[int]) -> None:
+    samples = [(x, torch.rand(1 + index % 5)) for index, x in enumerate(X)]
+    batches = ls.IterableBatches([samples] * 4, batches_of="samples")
+    assert said_by(updater_of(loss_fn, batches=batches, converter=to_lists)) == warns
+
+
+def test_a_batch_whose_parts_are_not_known_is_not_cut() -> None:
+    sizes: list[int] = []
+
+    def loss_fn(net: nn.Module, x: torch.Tensor, **_: object) -> torch.Tensor:
+        sizes.append(len(x))
+        return net(x).sum()
+
+    def converter(samples: Any, device: torch.device) -> dict[str, Any]:
+        return {**to_lists(samples, device), "edges": torch.zeros(2, 7)}
+
+    samples = [(x, torch.rand(1 + index % 5)) for index, x in enumerate(X)]
+    batches = ls.IterableBatches([samples], batches_of="samples")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert said_by(updater_of(loss_fn, batches=batches, converter=converter), updates=1) == []
+    assert set(sizes) == {8}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -17,9 +18,10 @@ from operator import attrgetter
 from typing import Final
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import plan
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, RandomStreamWarning, few, warn
 from lockstep.metrics import collecting
 from lockstep.plan import Shard
 from lockstep.replicas.batch.inputs import BatchDim, Inputs
@@ -27,7 +29,7 @@ from lockstep.replicas.batch.outputs import Outputs, ShardForward, read_outputs
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, buffer_refs, check_rules, trained_buffers
 from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_buffers
 from lockstep.replicas.buffers.replica_buffers import check_buffers, warn_of_means
-from lockstep.replicas.passes.leaks import check_no_leaked_graphs
+from lockstep.replicas.passes.leaks import check_no_leaked_graphs, refusing_writes
 from lockstep.replicas.passes.shard_runner import (
     BackwardTask,
     ForwardTask,
@@ -41,6 +43,7 @@ from lockstep.replicas.passes.summing import TreeSum
 from lockstep.replicas.pool.interrupts import CallSigint
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.replicas.pool.settings import SINGLE_THREAD, ComputeMode, ThreadSettings, inherited
+from lockstep.streams import DRAWS, moved, python_states
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")
@@ -133,7 +136,7 @@ class ForwardBackward:
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
         self._buffer_refs: list[BufferRef] = []
-        self._checked_for_leaks = self._checked_buffers = False
+        self._checked_for_leaks = self._checked_buffers = self._checked_forward = self._checked_backward = False
         self.shard_hooks: ShardHooks | None = None
         """The hooks that run around the forward and the backward of each shard, or None, which costs nothing."""
 
@@ -161,7 +164,7 @@ class ForwardBackward:
             ReplicaInterrupt: If Ctrl-C was pressed. Except for the seed that was drawn, nothing has changed.
             TypeError: If the model returned a value that cannot be merged.
             ValueError: If an output has the wrong shape, or the model computes with the parameters of the original
-                model.
+                model, or writes to its parameters.
 
         Determinism: If `num_shards` is given, the bits of all outputs and buffers depend only on the batch, the model,
         that number and the drawn seed, and not on devices or workloads.
@@ -185,7 +188,13 @@ class ForwardBackward:
             )
 
             run = partial(self._forward, forward, interrupts)
-            sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
+            checks = not self._checked_forward and forward.has_graph and self._trains(forward)
+            before = python_states() if checks else {}
+            with refusing_writes(self.replicas) if checks else nullcontext():
+                sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
+            self._checked_forward |= checks
+            if checks and (names := moved(before, python_states())):
+                warn(DRAWS.format("The model draws", " and ".join(names)), RandomStreamWarning)
             in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
             # Once per set of replicas is enough, because it depends on the structure of the model.
@@ -258,6 +267,9 @@ class ForwardBackward:
         self._runners = []
         self._streams.release()
 
+    def _trains(self, forward: Forward) -> bool:
+        return self.replicas.model.training if forward.training is None else forward.training
+
     def _settings(self) -> ThreadSettings:
         """Return the settings of the calling thread, as far as other threads need them."""
         if self.replicas.uses_threads:
@@ -273,7 +285,7 @@ class ForwardBackward:
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
         self._buffer_refs = buffer_refs(model, self._rules)
-        self._checked_for_leaks = self._checked_buffers = False
+        self._checked_for_leaks = self._checked_buffers = self._checked_forward = self._checked_backward = False
         self._runners = create_runners(self.replicas, self._rules)
 
     def _forward(self, forward: Forward, interrupts: CallSigint, *, parallel: bool) -> list[BufferSum]:
@@ -281,9 +293,8 @@ class ForwardBackward:
         settings = forward.settings
         interruptible = interrupts.interruptible
         collector = collecting.current()
-        trains = self.replicas.model.training if forward.training is None else forward.training
         compared: dict[str, set[int]] | None = None
-        if self._buffer_refs and settings.grad and trains and not self._checked_buffers:
+        if self._buffer_refs and settings.grad and not self._checked_buffers and self._trains(forward):
             # Without values there is nothing to compare.
             compared = None if any(each.is_meta for each in self.replicas.model.buffers()) else {}
         for runner in forward.runners:
@@ -335,7 +346,25 @@ class ForwardBackward:
 
         # The hooks of saved tensors of a forward in the calling thread, if there are any, run in backward.
         parallel = parallel and not forward.settings.kept
+        watched: list[tuple[str, torch.Tensor, int]] = []
+        if self._buffer_refs and not self._checked_backward:
+            modules = [named for runner in forward.runners for named in runner.replica.named_modules()]
+            watched = [
+                (name, buffer, buffer._version)
+                for path, module in modules
+                # A checkpoint computes batch statistics once more, which count once.
+                if not isinstance(module, _BatchNorm)
+                for name, buffer in module.named_buffers(path, recurse=False)
+            ]
         self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
+        self._checked_backward = True
+        changed = dict.fromkeys(name for name, buffer, version in watched if buffer._version != version)
+        if changed:
+            warn(
+                f"Backward changes buffers of the model: {few([*changed])}. Those of the shards are combined after "
+                "forward, so these changes are lost. Change them in forward, or train with a ParallelUpdater, which "
+                "combines them after backward."
+            )
         return tasks
 
     @torch.no_grad()

@@ -220,11 +220,11 @@ MOST_COPIED: Final = 2**22
 """The number of elements up to which parameters are copied. Of more only checksums are kept: a copy would be the
 largest that a run ever holds."""
 _MESSAGE: Final = (
-    "`model` must not write to its parameters while a loss is computed, because all shards compute with the same "
+    "`model` must not write to its parameters while shards are computed, because all of them compute with the same "
     "values, got one whose {!r} has changed. If the first forward initializes parameters by its batch, run the model "
-    "on a batch in training mode under torch.no_grad() before you create the updater. Keep values that every forward "
-    "changes, such as moving averages, in buffers, and change weights between updates: in a post hook of the "
-    "optimizer's step, or in an extension."
+    "on a batch in training mode under torch.no_grad() before you pass it on. Keep values that every forward changes, "
+    "such as moving averages, in buffers, and change weights between updates: in a post hook of the optimizer's step, "
+    "or in an extension."
 )
 
 

@@ -7,6 +7,7 @@ gradient then depends on the number of shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ REDUCED_BY_SUM: Final = 2
 """The number by which PyTorch knows ``reduction="sum"``."""
 REDUCED_BY_MEAN: Final = 1
 """The number by which PyTorch knows ``reduction="mean"``."""
+WEIGHTED: Final = "a mean weighted by classes, or by the labels that are not ignored, over them,"
 SUMS: Final = frozenset({"AddBackward", "SubBackward"})
 """The nodes of sums of losses."""
 PRODUCTS: Final = frozenset({"MulBackward", "DivBackward"})
@@ -32,36 +34,58 @@ OF_ONE_NUMBER: Final = frozenset(
 """The nodes of operations whose result for a mean is not the mean of their results."""
 
 
-def why_no_mean(value: torch.Tensor, num_samples: int) -> str:
-    """Return what a loss is if its last operations show that it is no mean over its samples; otherwise nothing.
+@dataclass(eq=False, slots=True)
+class NoMeans:
+    """Collects what the losses of shards are that are no means over their samples.
 
-    Args:
-        value: The loss, before backward.
-        num_samples: The number of samples that it was computed from.
+    Attributes:
+        found: What they are, for messages.
+        weighted: The same for means over weighted labels, which are right where all shards have the same weight.
+        weights: The weights per label of means over labels, each after its batch and the position of the term.
     """
-    node = _changing(value.grad_fn)
-    name = _name(node)
-    # What is computed from a single sample is its mean. As many numbers as there are samples may be those of tasks.
-    sizes = [*node._saved_self_sym_sizes] if name == "SumBackward" else []  # noqa: SLF001 - as below
-    if num_samples > 1 and len(sizes) > 1 and sizes[0] == num_samples:
-        return "a sum"
-    if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
-        return "a mean of a part of the elements"
-    if num_samples > 1 and name in OF_ONE_NUMBER:
-        return "a root, power, logarithm or exponential of one number"
-    terms = _terms(node)
-    start = "a term that is " if len(terms) > 1 else ""
-    for term, is_scaled in terms:
-        # A sum that is divided by the number of samples is a mean.
-        reduction = getattr(term, "_saved_reduction", None)
-        if reduction == REDUCED_BY_SUM and not is_scaled:
-            return f"{start}a sum"
-        # On an accelerator the host would wait.
-        if reduction == REDUCED_BY_MEAN and _name(term).startswith("NllLoss") and value.is_cpu:
-            total, targets = term._saved_total_weight, term._saved_target  # noqa: SLF001 - autograd has no public names
-            if float(total) != targets.numel() and not _lacks_last(term, num_samples):
-                return f"{start}a mean weighted by classes, or by the labels that are not ignored,"
-    return ""
+
+    found: set[str] = field(default_factory=set)
+    weighted: str = ""
+    weights: set[tuple[int, int, str]] = field(default_factory=set)
+
+    def note(self, value: torch.Tensor, num_samples: int, batch: int) -> None:
+        """Check the loss of a shard.
+
+        Args:
+            value: The loss, before backward.
+            num_samples: The number of samples that it was computed from.
+            batch: The number of their batch.
+        """
+        if why := self._why(value, num_samples, batch):
+            self.found.add(why)
+
+    def _why(self, value: torch.Tensor, num_samples: int, batch: int) -> str:
+        node = _changing(value.grad_fn)
+        name = _name(node)
+        # What is computed from a single sample is its mean. As many numbers as there are samples may be those of tasks.
+        sizes = [*node._saved_self_sym_sizes] if name == "SumBackward" else []  # noqa: SLF001 - as above
+        if num_samples > 1 and len(sizes) > 1 and sizes[0] == num_samples:
+            return "a sum over them,"
+        if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
+            return "a mean of a part of the elements over them,"
+        if num_samples > 1 and name in OF_ONE_NUMBER:
+            return "a root, power, logarithm or exponential of one number over them,"
+        terms = _terms(node)
+        start = "a term that is " if len(terms) > 1 else ""
+        for at, (term, is_scaled) in enumerate(terms):
+            # A sum that is divided by the number of samples is a mean.
+            reduction = getattr(term, "_saved_reduction", None)
+            if reduction == REDUCED_BY_SUM and not is_scaled:
+                return f"{start}a sum over them,"
+            # On an accelerator the host would wait.
+            if reduction == REDUCED_BY_MEAN and _name(term).startswith("NllLoss") and value.is_cpu:
+                total, labels = float(term._saved_total_weight), term._saved_target.numel()  # noqa: SLF001 - as above
+                self.weights.add((batch, at, f"{total / (labels or 1):.5g}"))
+                if total != labels:
+                    self.weighted = f"{start}{WEIGHTED}"
+                if len(self.weights) > len({each[:2] for each in self.weights}):
+                    return f"{start}{WEIGHTED}"
+        return ""
 
 
 def warn_of_values_of_shards(outputs: Outputs, grads: Sequence[torch.Tensor | None], rule: str, cure: str) -> None:
@@ -78,9 +102,14 @@ def warn_of_values_of_shards(outputs: Outputs, grads: Sequence[torch.Tensor | No
         for index, (dim, grad) in enumerate(zip(outputs.dims, grads, strict=True))
         if dim is None and grad is not None and len(outputs.results) > 1
     ]
-    found = {why_no_mean(each.tensors[at], len(each.shard.samples)) for at in wanted for each in outputs.results}
-    for what in sorted(found - {""}):
-        warn(f"{rule} returns {what} over them, so that the gradient depends on how the batch is split. {cure}")
+    found = set[str]()
+    for at in wanted:
+        seen = NoMeans()
+        for each in outputs.results:
+            seen.note(each.tensors[at], len(each.shard.samples), each.shard.batch)
+        found |= seen.found
+    for what in sorted(found):
+        warn(f"{rule} returns {what} so that the gradient depends on how the batch is split. {cure}")
 
 
 def _selects(node: Any, num_samples: int) -> bool:
@@ -103,23 +132,6 @@ def _selects(node: Any, num_samples: int) -> bool:
         return False
     counts = mask.reshape(num_samples, -1).sum(1)
     return bool(counts.min() != counts.max())
-
-
-def _lacks_last(node: Any, num_samples: int) -> bool:
-    """Return whether the last label of every sample is ignored and no other, as where a language model shifts labels.
-
-    Args:
-        node: The node of a cross entropy.
-        num_samples: The number of samples.
-    """
-    # Elsewhere equal numbers of labels in the samples of a shard say nothing about those of other shards.
-    targets = node._saved_target  # noqa: SLF001 - as above
-    if node._saved_weight is not None or targets.numel() % num_samples:  # noqa: SLF001 - as above
-        return False
-    # A negative label is saved as an unsigned number.
-    label = int.from_bytes(node._saved_ignore_index.to_bytes(8, "little"), "little", signed=True)  # noqa: SLF001 - as above
-    ignored = targets.view(num_samples, -1) == label
-    return bool(ignored[:, -1].all()) and not bool(ignored[:, :-1].any())
 
 
 def _name(node: Any) -> str:

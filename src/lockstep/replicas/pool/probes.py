@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import nan
 from typing import Any, Final
 
@@ -72,13 +73,18 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
 
     A permutation moves nothing, because that of a part would be another one.
 
+    Args:
+        interleaved: Where several rows are drawn per sample, whether all samples come once before any comes again, as
+            where two views of a batch follow one another. By default the rows of a sample are neighbors.
+
     Attributes:
         in_half: Whether an operator has computed in half precision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, interleaved: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.in_half = False
+        self._interleaved = interleaved
         self._drawn: list[tuple[str, torch.Tensor]] = []
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
         self._samples, self._size, self._permutations = range(0), 0, 0
@@ -134,7 +140,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
             self._drawn.append((name, made.clone()))
             return made
         drawn, whole = next(self._given, ("", made))
-        rows = whole if whole.shape == made.shape else rows_of(whole, made, self._samples, self._size)
+        cut = partial(rows_of, whole, made, self._samples, self._size, interleaved=self._interleaved)
+        rows = whole if whole.shape == made.shape else cut()
         if drawn != name or rows is None:
             raise RuntimeError(OTHER_DRAWS)
         return rows
@@ -143,7 +150,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
 OTHER_DRAWS: Final = "What is drawn for some of the samples cannot be told from what is drawn for all."
 
 
-def rows_of(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) -> torch.Tensor | None:
+def rows_of(
+    whole: torch.Tensor, part: torch.Tensor, samples: range, size: int, *, interleaved: bool = False
+) -> torch.Tensor | None:
     """Return the rows of some samples in a tensor of all of them; None if the tensor of the part does not tell them.
 
     Args:
@@ -151,6 +160,7 @@ def rows_of(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) 
         part: The tensor of the part, with the same k.
         samples: The samples of the part.
         size: The number of all samples.
+        interleaved: Whether the rows of a sample are as far apart as there are samples; by default, neighbors.
 
     >>> rows_of(torch.arange(8).view(1, 8), torch.zeros(1, 4), range(2, 4), 4)
     tensor([[4, 5, 6, 7]])
@@ -159,8 +169,9 @@ def rows_of(whole: torch.Tensor, part: torch.Tensor, samples: range, size: int) 
     if len(dims) != 1 or whole.size(dims[0]) % size or whole.size(dims[0]) // size * len(samples) != part.size(dims[0]):
         return None
     each = whole.size(dims[0]) // size
-    index = torch.tensor([sample * each + row for sample in samples for row in range(each)], device=whole.device)
-    return whole.index_select(dims[0], index)
+    rows = torch.arange(size * each, device=whole.device)
+    index = rows.view(each, size)[:, list(samples)] if interleaved else rows.view(size, each)[list(samples)]
+    return whole.index_select(dims[0], index.flatten())
 
 
 def has_compiled() -> bool:

@@ -176,7 +176,7 @@ class GradientRequest:
         inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
             computed it. If given, the gradient is not assigned to any parameter.
         taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
-        buffers_of: The names of the models whose buffers the step may change; None for all.
+        buffers_of: The names of the models whose buffers may change; None for all.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
         gathers: Whether the shards only compute outputs for a `BatchLoss`.
     """

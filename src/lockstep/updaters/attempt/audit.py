@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
@@ -18,7 +18,8 @@ from lockstep.digest import checksums
 from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning, few, warn
 from lockstep.plan import Shard
 from lockstep.replicas import BufferRef, BufferRules, note_left
-from lockstep.updaters.detectors import GENERATORS, moved
+from lockstep.streams import DRAWS, moved
+from lockstep.updaters.detectors import GENERATORS
 
 LOG = logging.getLogger("lockstep")
 
@@ -66,6 +67,9 @@ CURE: Final = (
 )
 
 
+CHANGED: Final = f"While a shard was computed, this changed, which is no part of the model: {{}}. {CURE}"
+
+
 def names_of_seals(parameters: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the names of what is compared, in the order in which `seals_of` is given it.
 
@@ -107,6 +111,8 @@ class Audit:
         began: These states before the first shard of the attempt.
         before: These states before the second computation.
         drawn: The generators that moved in it.
+        steps_by: The names of tensors that optimizers hold, beside what they keep by parameters.
+        changed: Those of them that changed in it.
         neighbours: Two shards of this process by the index of the device, which are computed beside each other.
         given: Copies of tensors that cannot be read again and that this process has, by the index of the shard.
         compares_buffers: Whether averaged buffers are compared between shards.
@@ -127,6 +133,8 @@ class Audit:
     began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     drawn: Sequence[str] = ()
+    steps_by: Collection[str] = ()
+    changed: Sequence[str] = ()
     seals: dict[int, Seals] = field(default_factory=dict)
     again: Seals | None = None
     neighbours: Mapping[int, Shard] = field(default_factory=dict)
@@ -159,7 +167,9 @@ class Audit:
             # A seed that every shard sets again moves nothing here, but other threads disturb it.
             seeded = moved(self.began, self.before) if self.neighbours else []
             # What a generator of Python or NumPy of your own decides, the results show.
-            self.drawn = [each for each in GENERATORS[:-1] if each in [*seeded, *moved(self.before, self.states())]]
+            found = moved(self.before, self.states())
+            self.drawn = [each for each in GENERATORS[:-1] if each in [*seeded, *found]]
+            self.changed = [each for each in found if each in self.steps_by]
 
     @property
     def differs(self) -> bool:
@@ -285,7 +295,7 @@ class Finding:
             return f"Its forward has changed these attributes in earlier updates: {few(self.audit.left_over)}. {CURE}"
         if not self.moved:
             return CAUSES
-        return f"While the shard was computed, this changed, which is no part of the model: {few(self.moved)}. {CURE}"
+        return CHANGED.format(few(self.moved))
 
     def name_of(self, place: Place, devices: Sequence[torch.device]) -> str:
         """Return the name of a place for a message."""
@@ -468,20 +478,18 @@ class Auditor:
         LOG.warning("%s The update is repeated.", text)
         return True
 
-    def warn_of_draws(self, names: Sequence[str]) -> None:
-        """Warn of generators that are drawn from, also where the two computations have drawn alike.
+    def warn_of_moves(self, names: Sequence[str], changed: Sequence[str] = ()) -> None:
+        """Warn of generators that are drawn from, and of tensors of optimizers that change, also if results are equal.
 
         Args:
             names: The generators that moved while a shard was computed.
+            changed: The tensors of optimizers that changed.
         """
+        if changed:
+            self._warn(CHANGED.format(few(changed)))
         if names:
-            self._warn(
-                f"The loss function or the model draws from {' and '.join(names)}. These numbers depend on which "
-                "device and rank computes which shard, and are no part of a saved state. Draw from torch without "
-                "`generator=`: its stream belongs to the shard. Or create a generator in the loss function, seeded "
-                "from torch: random.Random(torch.randint(2**31, ()).item()).",
-                RandomStreamWarning,
-            )
+            draws = DRAWS.format("The loss function or the model draws", " and ".join(names))
+            self._warn(draws, RandomStreamWarning)
 
     def warn_of_outputs(self) -> None:
         """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""

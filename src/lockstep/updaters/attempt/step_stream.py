@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import RandomStreamWarning, warn
-from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, moved, stream_seed, substream
 from lockstep.updaters.attempt.attempt import Attempt
-from lockstep.updaters.detectors import generator_states, moved, warn_of_steps
+from lockstep.updaters.detectors import generator_states, warn_of_steps
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import BufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
+from lockstep.replicas import BufferSum, NoMeans, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.compute.early_send import DeviceSend, EarlySend, GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
@@ -65,8 +65,7 @@ class GradientContext:
         options: The options of the optimizers before the shards run, by name, in the first updates.
         original_reads: Receives what is read from the original model while the shards run, in the first updates, by the
             ``id`` of the module and the name of the attribute, with the function that reads it.
-        no_means: Receives what losses are that are no mean over samples, and nothing for others; None where nothing
-            looks at them.
+        no_means: Receives what losses are that are no mean over samples; None where nothing looks at them.
     """
 
     loss_fn: LossFunction
@@ -91,7 +90,7 @@ class GradientContext:
     foreign_leaves: list[ref[torch.Tensor]] = field(init=False)
     options: Mapping[str, str] = field(init=False)
     original_reads: dict[tuple[int, str], str] = field(init=False)
-    no_means: set[str] | None = field(default=None, init=False)
+    no_means: NoMeans | None = field(default=None, init=False)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
@@ -205,7 +204,7 @@ class DeviceGradientTask:
             context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
-        weight = loss_weight(loss, len(shard.samples), no_means=context.no_means)
+        weight = loss_weight(loss, len(shard.samples), batch=shard.batch, no_means=context.no_means)
         # Only ever set, because the threads of all devices share the context.
         if isinstance(loss.weight, torch.Tensor):
             context.has_tensor_weights = True

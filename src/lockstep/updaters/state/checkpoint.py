@@ -159,9 +159,10 @@ def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Loading casts to the dtype of the parameter, in which float32 state would lose bits.
+    state = saved.get("state", {})  # a class may have other entries
     for index, parameter in enumerate(parameters):
-        if index in saved["state"]:
-            optimizer.state[parameter] = saved["state"][index]
+        if index in state:
+            optimizer.state[parameter] = state[index]
 
 
 def copy_state(value: Any, device: str | None = None) -> Any:

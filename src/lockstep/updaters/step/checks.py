@@ -324,7 +324,7 @@ def warn_of_no_means(found: Iterable[str]) -> None:
     Args:
         found: What the losses of shards are; nothing for means.
     """
-    for what in sorted({*found} - {""}):
+    for what in sorted(found):
         warn(
             f"`loss_fn` must return the mean over the samples of its shard, but returns {what} so that the "
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "

@@ -480,12 +480,15 @@ class Committer:
         _raise_first(self._step_schedulers((name,), partial(self.stream.opened, None)))
 
     def store_buffers(self, attempt: Attempt) -> None:
-        """Write the combined buffers of an attempt's shards to the models whose buffers it may change."""
+        """Write the combined buffers of an attempt's shards, once, to the models whose buffers it may change."""
+        refs, found_inf = self._engine.prepared.buffer_refs, attempt.overflow_check.found_inf
+        if not (refs and attempt.buffer_sums) or attempt.applied is False:
+            return
         wanted = attempt.request.buffers_of
         others = () if wanted is None else [each for name, each in self._training.models.items() if name not in wanted]
         kept = [(buffer, buffer.detach().clone()) for network in others for buffer in network.buffers()]
-        refs, found_inf = self._engine.prepared.buffer_refs, attempt.overflow_check.found_inf
         combine_buffers(attempt.buffer_sums, refs, weight=attempt.buffer_weight, found_inf=found_inf)
+        attempt.buffer_sums = ()
         for buffer, before in kept:
             buffer.detach().copy_(before)
 

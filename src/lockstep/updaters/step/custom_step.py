@@ -12,11 +12,12 @@ import torch
 
 from lockstep.arguments import look_up
 from lockstep.digest import seal
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.precision import CurrentScale, asks_for_closure
+from lockstep.streams import moved
 from lockstep.updaters.attempt.attempt import Attempt, Described, GradientRequest
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.detectors import generator_states, moved
+from lockstep.updaters.detectors import generator_states
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.coordinator import describe_batch
@@ -128,6 +129,7 @@ class CustomStep:
                 # A batch may have been used without a gradient of it, so all batches are compared here as well.
                 position = {"update": training.iteration, "computation": "end"}
                 self._coordinator.agree(position, state.described, context.interrupts)
+            self._warn_of_own_steps()
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             # A second Ctrl-C must not interrupt the restoring.
@@ -141,6 +143,17 @@ class CustomStep:
         finally:
             self.state, self._pending = None, {}
         return state.result(scale, training.optimizers)
+
+    def _warn_of_own_steps(self) -> None:
+        """Warn of gradients that no `apply_gradients` has used where it would do more than step."""
+        names = sorted({name for pending in self._pending for name in pending})
+        does_more = self._training.schedulers or self._engine.recipe.clip_grad_norm is not None
+        if names and does_more and self._engine.is_first:
+            warn(
+                f"The step function has computed gradients for {names} without apply_gradients(), so `clip_grad_norm` "
+                "clips nothing and `scheduler` does not step. Call apply_gradients() instead of the optimizer's step, "
+                "or leave both arguments out, and clip and schedule in the step function."
+            )
 
     def compute(
         self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None, buffers_of: Collection[str] | None
@@ -171,12 +184,19 @@ class CustomStep:
             # A gradient that replaces one for the same optimizers uses the same random streams again.
             number = len(self._pending) if previous is None else previous.request.computation
             self._coordinator.start_update()
+            # Where a plain loop begins. What a gradient has left that this one replaces is dropped with it.
+            for other, pending in self._pending.items():
+                if other != names:
+                    self._committer.store_buffers(pending)
             with UpdateContext(self._training.replicas) as context:
                 attempt = self._final_attempt(replace(request, computation=number), names, batch, context)
             self._committer.own_steps.begin(self._training.optimizers.values(), pending=True)
         else:
             request = replace(request, computation=len(state.results), taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context)
+            # As the forwards of a plain loop do, whatever steps. A step that computes again may skip the whole update.
+            if names[0] not in self._with_closure:
+                self._committer.store_buffers(attempt)
         attempt.replaced, attempt.replaces = unused, replaces
         self._pending[names] = attempt
         result = attempt.result(applied=False)
@@ -207,7 +227,7 @@ class CustomStep:
             with self._coordinator.reporting_errors(), watching:
                 gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])
             if engine.is_first:
-                engine.auditor.warn_of_draws(moved(drawn_before, generator_states([request.loss_fn.forward])))
+                engine.auditor.warn_of_moves(moved(drawn_before, generator_states([request.loss_fn.forward])))
             request = replace(request, shard_loss=gathered.shard_loss)
         first = self._parts.retry.first_attempt(request, names, [batch], no_retry=self.state is None)
         attempt = self._run(first, context)
@@ -299,8 +319,7 @@ class CustomStep:
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):
                 raise _NotFinite(now)
-            if self._engine.prepared.buffer_refs:
-                self._committer.store_buffers(now)
+            self._committer.store_buffers(now)
             # A single loss as it is: in float64 its product with the weight, divided by it, may be another number, and
             # a line search compares losses.
             return now.reports[0].loss if len(now.reports) == 1 else now.result(applied=False).loss

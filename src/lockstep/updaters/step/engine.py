@@ -14,6 +14,7 @@ from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import parameters_of
 from lockstep.replicas import (
+    NoMeans,
     ShardStreams,
     TreeSum,
     check_no_accumulate_hooks,
@@ -33,7 +34,7 @@ from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import NO_CONTEXT, DeviceGradientTask, GradientContext
 from lockstep.updaters.compute.shares import RankShare, share_of
-from lockstep.updaters.detectors import outside_tensors, states
+from lockstep.updaters.detectors import outside_tensors, states, tensors_of_own
 from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks.rank_reduction import RankReduction
 from lockstep.updaters.setup.batches import Conversion, batch_size, changes, check_whole, may_draw, read_batches
@@ -238,7 +239,7 @@ class GradientEngine:
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
-            gradients.no_means = set()
+            gradients.no_means = NoMeans()
         if audit is not None:
             gradients.inspected = audit.compared
 
@@ -262,7 +263,8 @@ class GradientEngine:
         if update == self._start and outside_tensors(request.loss_fn, models):
             self.auditor.extend(update)
         if self.is_first:
-            audit.states = partial(states, request.loss_fn, models)
+            audit.steps_by = {f"`{name}`" for name in tensors_of_own(self.training.optimizers.values(), models)}
+            audit.states = partial(states, request.loss_fn, models, self.training.optimizers.values())
             audit.began = audit.states()
         self._again().choose_neighbours(attempt, audit)
         return audit
@@ -449,9 +451,9 @@ class GradientEngine:
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         if attempt.gradient_context.is_first:
             self._check_first(attempt)
-        if any(attempt.gradient_context.no_means or ()):
+        if (no_means := attempt.gradient_context.no_means) is not None and no_means.found:
             self._watches_means = False
-            warn_of_no_means(attempt.gradient_context.no_means or ())
+            warn_of_no_means(no_means.found)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         if self.ranks is None and attempt.audit is not None:
@@ -510,9 +512,8 @@ class GradientEngine:
         if attempt.audit is None:
             return False
         compute = partial(self._again().elsewhere, attempt, attempt.audit, context)
-        finding = attempt.audit.finding(compute, reports, exchange)
-        if finding is None:
-            self.auditor.warn_of_draws(attempt.audit.drawn)
+        if (finding := attempt.audit.finding(compute, reports, exchange)) is None:
+            self.auditor.warn_of_moves(attempt.audit.drawn, attempt.audit.changed)
         if any(changes for *_, changes in reports or [attempt.audit.to_plain()]):
             # What a forward has left in the replicas may decide from now on.
             self._audited_again, attempt.may_send_early = self.training.iteration + 1, False

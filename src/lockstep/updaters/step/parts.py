@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import warn
-from lockstep.nest import call_arguments
+from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import Draws, as_real, uncompiled
 from lockstep.state import temporarily
@@ -27,7 +27,7 @@ from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.shard_gradients import DeviceForwards
 from lockstep.updaters.loss import check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
-from lockstep.updaters.setup.batches import Conversion
+from lockstep.updaters.setup.batches import Conversion, copied
 from lockstep.updaters.step.recomputation import Recomputation, without_caches
 
 MOST_PARTS: Final = 4
@@ -84,23 +84,23 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
     samples, no_means = audit.shard.samples, attempt.gradient_context.no_means
     # Not once more after an overflow: the loss function is the same.
     applies = audit.compares_buffers and attempt.number == 1 and audit.place[0] == audit.rank and len(samples) > 1
-    if not applies or no_means is None or any(no_means) or audit.differs:
+    if not applies or no_means is None or no_means.found or audit.differs:
         return
     numbers = _numbers_of_parts(len(samples))
 
-    def compute() -> tuple[list[Computed], float]:
+    def compute(draws: Draws) -> list[Computed]:
         while True:
             try:
-                return _values(again, attempt, audit, context, numbers[0])
+                return _values(again, attempt, audit, context, draws=draws, number=numbers[0])
             except Exception:
                 # A loss of pairs or views takes some numbers of samples only.
                 if len(numbers) == 1:
                     raise
                 del numbers[0]
 
-    differs, reported = find_no_means(compute)
+    differs, reported = find_no_means(compute, again.prepared.runners[audit.place[1]].device)
     if differs:
-        no_means.add(differs)
+        no_means.found.add(no_means.weighted or differs)
     for name, what in reported.items():
         warn(
             f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
@@ -110,21 +110,25 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
         )
 
 
-def find_no_means(compute: Callable[[], tuple[Sequence[Computed], float]]) -> tuple[str, dict[str, str]]:
+def find_no_means(compute: Callable[[Draws], Sequence[Computed]], device: torch.device) -> tuple[str, dict[str, str]]:
     """Return what a loss is, and what reported values are by name, that are no means of those of parts of the samples.
 
     The loss is described by an empty text if it is a mean, or if nothing is known.
 
     Args:
-        compute: Returns the losses of some samples and of their parts, and by how much values may differ. It is called
-            once more if something differs, because what differs then, such as a time, says nothing.
+        compute: Returns the losses of some samples and of their parts, which draw the same numbers. It is called again
+            if something differs, because what differs then, such as a time, says nothing; and once more with the other
+            numbers that a part may have, where several rows are drawn for each sample.
+        device: The device that computes them.
     """
+    draws = Draws()
     try:
-        first, tolerance = compute()
+        first = compute(draws)
+        tolerance = ROUNDED if device.type == "cpu" and not draws.in_half else ROUNDED_TO_HALF
         differs, reported = _difference(first, tolerance), _differences_of_reports(first, tolerance)
         if not differs and not reported:
             return "", {}
-        second, _ = compute()
+        second, third = compute(Draws()), compute(Draws(interleaved=True))
     except (Exception, SystemExit):  # noqa: BLE001 - user code may refuse so few samples, or end at a loss of NaN
         return "", {}
     pairs = [*zip(first, second, strict=True)]
@@ -132,8 +136,9 @@ def find_no_means(compute: Callable[[], tuple[Sequence[Computed], float]]) -> tu
     def is_repeated(name: str) -> bool:
         return all(str(one.reported[name][0]) == str(other.reported.get(name, (math.nan,))[0]) for one, other in pairs)
 
-    alike = all(_is_equal(one, other, tolerance / 10) for one, other in pairs)
-    return differs if alike else "", {name: what for name, what in reported.items() if is_repeated(name)}
+    alike = all(_is_equal(one, other, tolerance / 10) for one, other in pairs) and _difference(third, tolerance)
+    names = _differences_of_reports(third, tolerance).keys()
+    return differs if alike else "", {name: reported[name] for name in reported if name in names and is_repeated(name)}
 
 
 def _numbers_of_parts(size: int) -> list[int]:
@@ -160,18 +165,24 @@ def parts_of(
     cuts = [size * part // number for part in range(number + 1)]
     conversion = conversion.apart()
     cut = [replace(shard, batch=0, samples=part) for part in (range(size), *map(range, cuts, cuts[1:]))]
-    # One after the other, so that each has tensors of its own, which the loss function may change in place.
-    return [(each, (each.samples, conversion.shards([given], [[each]], [device], 0)[0][0][1])) for each in cut]
+    try:
+        # One after the other, so that each has tensors of its own, which the loss function may change in place.
+        return [(each, (each.samples, conversion.shards([given], [[each]], [device], 0)[0][0][1])) for each in cut]
+    except ValueError:
+        # A converter may return lists with one entry per sample, such as the boxes of images.
+        return [(each, (each.samples, map_tensors(copied, _entries(given, each.samples, size)))) for each in cut]
 
 
-def rounded(draws: Draws, device: torch.device) -> float:
-    """Return by how much values may differ because of their rounding.
-
-    Args:
-        draws: Has seen their computation.
-        device: The device that has computed them.
-    """
-    return ROUNDED if device.type == "cpu" and not draws.in_half else ROUNDED_TO_HALF
+def _entries(given: Any, samples: range, size: int, *, is_outermost: bool = True) -> Any:
+    """Return the rows of tensors, and the entries of lists and tuples, that belong to some of the samples."""
+    is_nest = isinstance(given, list | tuple | dict)
+    if (not is_nest or not is_outermost) and isinstance(given, torch.Tensor | list | tuple) and len(given) == size:
+        return given[samples.start : samples.stop]
+    if not is_nest:
+        raise ValueError(f"A part of a batch must have an entry for each of its {size} samples.")
+    if isinstance(given, dict):
+        return {key: _entries(each, samples, size, is_outermost=False) for key, each in given.items()}
+    return type(given)(_entries(each, samples, size, is_outermost=False) for each in given)
 
 
 def with_means(computed: Computed, reports: Mapping[str, Any]) -> Computed:
@@ -226,9 +237,9 @@ def _is_equal(one: Computed, other: Computed, tolerance: float) -> bool:
 
 
 def _values(
-    again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext, number: int
-) -> tuple[list[Computed], float]:
-    """Return the losses of the audited shard and of a number of parts of it, and by how much they may differ."""
+    again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext, *, draws: Draws, number: int
+) -> list[Computed]:
+    """Return the losses of the audited shard and of a number of parts of it."""
     place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
     runner = again.prepared.runners[place]
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
@@ -248,7 +259,6 @@ def _values(
         draws.end()
         return Computed(loss.value.item(), weight, gradient, loss.metrics)
 
-    draws = Draws()
     task = DeviceForwards(loss_of, gradients.precision, again.prepared.observers[place], gradients.watch)
 
     def compute(at: int) -> None:
@@ -259,7 +269,7 @@ def _values(
                 runner.buffers.restore()
 
     again.run(compute, attempt, context)
-    return [with_means(each.returned, each.reports) for each in task.results], rounded(draws, runner.device)
+    return [with_means(each.returned, each.reports) for each in task.results]
 
 
 def _gradient(value: torch.Tensor, share: float, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
