@@ -312,8 +312,8 @@ def warn_of_means(left: Mapping[str, set[int]]) -> None:
     names = [name for name, found in left.items() if len(found) > 1]
     if names:
         warn(
-            f"The shards leave different values in the buffer {few([*map(repr, names)], 1)}, and `buffers` has no rule "
-            "for it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
+            f"The shards leave different values in the buffer {few([*map(repr, names)], 1)}, which `buffers` does not "
+            "name: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
             f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
             'every shard adds, "min", "max" or "first".',
             DeterminismWarning,
