@@ -359,6 +359,11 @@ def explained(error: Exception, loss_fn: LossFunction, args: Sequence[Any], kwar
         args: The positional entries of the batch.
         kwargs: The entries of the batch by keyword.
     """
+    if isinstance(error, KeyError) and isinstance(error.args[0] if error.args else None, nn.Module | torch.Tensor):
+        return LookupError(
+            f"a {type(error.args[0]).__name__} is no key. Devices compute with copies of the model, whose modules and "
+            "parameters are others, also in hooks. Keep what belongs to them by their names, or in their attributes."
+        )
     if isinstance(error, RuntimeError) and "does not require grad" in str(error):
         return RuntimeError(
             f"{error}. In compute_gradients(optimizer=...) only the parameters of this optimizer require a gradient, "

@@ -490,3 +490,19 @@ def test_what_an_optimizer_collects_while_shards_are_computed_is_named(collects:
     assert [text.partition(". ")[0] for text in texts] == [
         "While a shard was computed, this changed, which is no part of the model: `Collecting.factors['input']`"
     ] * collects
+
+
+def test_a_hook_that_looks_a_module_up_is_told_of_the_copies() -> None:
+    model = nn.Linear(6, 3)
+    names = {model: "the layer"}
+    model.register_forward_pre_hook(lambda module, _: names[module] and None)
+    updater = ls.ParallelUpdater(
+        [(torch.randn(8, 6), torch.arange(8) % 3)],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=["cpu"],
+        loss_fn=ls.supervised(functional.cross_entropy),
+    )
+    with pytest.raises(ls.ReplicaError, match=r"a Linear is no key\. Devices compute with copies of the model"):
+        updater.update()
+    updater.finalize()
