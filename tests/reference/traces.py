@@ -35,6 +35,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ import pytest
 import torch
 from difference_rules import RULES
 from differences import Difference, for_replay, leaves, look_up, read_differences
+from tests.support.selection import chosen_cases
 
 RECORDED = Path(__file__).with_name("recorded")
 _MOST_SHOWN = 10
@@ -222,6 +224,25 @@ def cases(
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason)), *own]
     return [*found_in(folder), *own]
+
+
+def each_word(listed: Sequence[Any]) -> list[Any]:
+    """Mark as slow what a second replay of a trace can do without: cases whose words are in other cases, too.
+
+    A word is a text, a switch or a None at a place of a case, given or as a result.
+    """
+    chosen = chosen_cases([_words(each.values[0]) for each in listed], "words")
+    return [
+        each if index in chosen else pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.slow])
+        for index, each in enumerate(listed)
+    ]
+
+
+def _words(case: Case | None) -> dict[str, int]:
+    """List the words of a case, each with its place but for the numbers in it."""
+    found = [] if case is None else leaves({key: case[key] for key in case.content if key not in _REMARKS})
+    plain = ((re.sub(r"\.\d+(?=\.|$)", ".*", path), value) for path, value in found)
+    return {f"{path} {value}": 0 for path, value in plain if isinstance(value, str | bool | None)}
 
 
 def earlier(case: Case, listed: Sequence[Any]) -> list[Case]:
