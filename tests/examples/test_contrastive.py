@@ -36,9 +36,16 @@ def run(*options: str) -> str:
     return done.stdout
 
 
-def test_the_digest_is_the_same_on_any_devices_and_pairs_are_found_more_often() -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([["cpu"] * 3], id="three"),
+        pytest.param([["cpu"], ["cpu"] * 3], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_digest_is_the_same_on_any_devices_and_pairs_are_found_more_often(places: list[list[str]]) -> None:
     digests = set()
-    for devices in (["cpu"], ["cpu"] * 3):
+    for devices in places:
         output = run("--epochs", "2", "--devices", *devices)
         digests.add(re.search(r"^weights ([0-9a-f]{64})$", output, re.MULTILINE)[1])
         before, after = map(float, re.search(r"360 new images: ([\d.]+)% -> ([\d.]+)%", output).groups())

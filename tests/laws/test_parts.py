@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,12 +14,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.data import Parts, SectionOrder, TextLines
-from tests.support import zygote
 from tests.support.counted_files import num_bytes_read, open_counted
 from tests.support.ranks import run_on_ranks
-from tests.support.waiting import LONG
-
-ROOT = Path(__file__).resolve().parents[2]
 
 NUM_SAMPLES = 711
 NUM_FILES, BATCH, NUM_SECTIONS, NUM_SHARDS = 6, 48, 12, 12
@@ -172,39 +167,6 @@ def test_bad_records_are_skipped_alike_and_counted_over_all_ranks(folder: Path, 
     assert [(each[0], each[2]) for each in found] == [(digest, alone)] * 3
     assert sum(each[1] for each in found) == alone
     assert min(each[1] for each in found) > 0
-
-
-PLACES = list(product([1, 2, 3, 4], [1, 2], [0, 2]))
-"""The numbers of ranks, devices and workers at which runs are killed and resumed."""
-
-
-@pytest.fixture(scope="module")
-def not_killed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_program(tmp_path_factory.mktemp("whole") / "run", (1, 1, 0), 0).splitlines()[-1]
-
-
-def run_program(out: Path, place: tuple[int, int, int], kill_at: int) -> str:
-    """Train in new processes for 50 updates, or until the last rank kills itself; return what they print."""
-    size, devices, workers = place
-    line = [sys.executable, "-m", "lockstep", "run", "-n", str(size), "-m", "tests.support.programs.killed"]
-    arguments = map(str, (out, devices, 50, f"parts:{workers}", kill_at))
-    ended = zygote.run([*line, *arguments], cwd=ROOT, timeout=LONG * 10)
-    assert (ended.returncode == 0) is (kill_at == 0), ended.stderr
-    return ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "devices", "workers"), PLACES)
-def test_a_run_that_is_killed_goes_on_at_another_place(
-    size: int, devices: int, workers: int, tmp_path: Path, not_killed: str
-) -> None:
-    index = PLACES.index((size, devices, workers))
-    # Five places further on, where each of the three numbers is another one, or two of them.
-    before, after = PLACES[index], PLACES[(index + 5) % len(PLACES)]
-    run_program(tmp_path / "run", before, 17 + index)
-    start, digest = run_program(tmp_path / "run", after, 0).splitlines()[-1].split()
-    assert int(start) >= 10
-    assert digest == not_killed.split()[1]
 
 
 @pytest.mark.parametrize(
