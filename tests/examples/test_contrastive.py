@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,8 @@ from tests.support import zygote
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "contrastive.py"
 
-pytest.importorskip("sklearn", reason="scikit-learn ships the digits")
+# Looked for and not imported, which takes a second wherever tests are collected.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn ships the digits")
 
 
 @pytest.fixture(scope="module")

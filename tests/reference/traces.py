@@ -40,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -268,7 +269,7 @@ def read(
     differences: Iterable[Difference],
 ) -> list[Case]:
     """Read the cases of a trace."""
-    content = json.loads(trace_path(folder, file).read_text(encoding="utf-8"))
+    content = dict(_parsed(trace_path(folder, file).read_text(encoding="utf-8")))
     contents = content.pop(key)
     is_public = content.get("variant", content.get("origin", {}).get("variant")) == "dev"
     counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
@@ -300,6 +301,13 @@ def read(
         lost = not any(difference in case.differences for case in result)
         assert not (lost and is_public), f"{file} has no case for the difference {difference}."
     return result
+
+
+@cache
+def _parsed(text: str) -> Mapping[str, Any]:
+    """Parse a file that several replays share."""
+    content: Mapping[str, Any] = json.loads(text)
+    return content
 
 
 def trace_path(folder: Path, file: str) -> Path:
