@@ -28,7 +28,7 @@ from tests.support.runs import finalized, state_digest
 
 SETTLED = UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS + 1
 """Updates after which the ranks have settled."""
-NUM_UPDATES = SETTLED + 3
+NUM_UPDATES = SETTLED + 2
 NUM_SHARDS = 8
 CPU = torch.device("cpu")
 
