@@ -100,18 +100,11 @@ LOSSES = [
     row("class inside", lambda: ls.supervised(nn.MSELoss), "got the class MSELoss", "Pass supervised(MSELoss())"),
     row("not called", lambda: train(loss_fn=ls.supervised), "got supervised itself", "Pass supervised(criterion)"),
     row("not called either", lambda: train(loss_fn=ls.token_mean), "got token_mean itself", "Pass token_mean()"),
-    row("text", lambda: train(loss_fn="ce"), "`loss_fn` must be callable, got a str"),
     row("none", lambda: train(loss_fn=None), "Without `loss_fn`", "Pass loss_fn=lockstep.supervised(criterion)"),
     row("unreduced", lambda: ls.supervised(nn.MSELoss(reduction="none")), "reduction='none'", "Use reduction='mean'"),
     row("vector", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y, reduction="none")), "shape (3,)", "Take its mean"),
     row("item", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).item()), "got a float", "return lockstep.Loss"),
     row("no return", lambda: train(loss_fn=lambda *_: None), "got a NoneType", "Return the loss"),
-    row(
-        "detached",
-        lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).detach()),
-        "requires a gradient",
-        "without detach()",
-    ),
     row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
@@ -145,20 +138,8 @@ LOSSES = [
         "metrics as weight", lambda: train(loss_fn=lambda m, x, y: ls.Loss(ce(m(x), y), {})), "got a dict", "metrics={"
     ),
     row("weight", lambda: train(loss_fn=lambda m, x, y: ls.Loss(ce(m(x), y), weight=-1)), "finite and at least 0"),
-    row("number", lambda: train(loss_fn=lambda *_: ls.Loss(0.5)), "must return a tensor", "got a float"),
     row("label 6", lambda: train(iterator=batches(torch_data.TensorDataset(X, Y + 5))), "Target 5 is out of bounds"),
     row("width", lambda: train(model=nn.Linear(5, 2)), "shapes cannot be multiplied (3x4 and 5x2)", "shard 0"),
-    row(
-        "target of tuples",
-        lambda: train(loss_fn=ls.supervised(ce, target="y")),
-        "must be None for batches that are not",
-    ),
-    row("target missing", lambda: train(iterator=batches(DICTS)), "`target` must name the label", "['x', 'y']"),
-    row(
-        "other target",
-        lambda: train(iterator=batches(DICTS), loss_fn=ls.supervised(ce, target="label")),
-        "must name a key of the batch (x, y), got 'label'",
-    ),
     row(
         "other keys",
         lambda: train(iterator=batches(DICTS), loss_fn=lambda model, inputs, labels: ce(model(inputs), labels)),
@@ -203,10 +184,8 @@ SAMPLES = [
     row("generator", lambda: batches(each for each in DATA), "got a generator", "Pass a list of samples"),
     row("class", lambda: batches(torch_data.TensorDataset), "got the class TensorDataset", "Create one"),
     row("None", lambda: batches(None), "got a NoneType", "Pass a list of samples"),
-    row("empty", lambda: batches([]), "must hold at least one sample"),
     row("dataset", lambda: train(iterator=DATA), "got a TensorDataset", "`BatchIterator` makes batches of a dataset"),
     row("tensor", lambda: train(iterator=X), "got a Tensor", "`BatchIterator` makes batches of a dataset"),
-    row("size 0", lambda: batches(batch_size=0), "`batch_size` must be at least 1, got 0"),
     row("size 6.0", lambda: batches(batch_size=6.0), "`batch_size` must be an integer, got 6.0"),
     row(
         "no size", lambda: ls.BatchIterator(DATA), "missing a required argument: 'batch_size'", "(dataset, batch_size)"
@@ -216,7 +195,6 @@ SAMPLES = [
     row("repeat", lambda: batches(repeat="no"), "`repeat` must be True or False, got 'no'"),
     row("by position", lambda: ls.BatchIterator(DATA, 6, True), "too many positional", "by name shuffle="),
     row("seed", lambda: batches(seed=0.5), "`seed` must be an integer, got 0.5"),
-    row("workers", lambda: batches(num_workers=-1), "`num_workers` must be at least 0, got -1"),
     row("last batch", lambda: batches(last_batch="keep"), "`last_batch` must be 'wrap', 'short' or 'drop'"),
     row("drop_last", lambda: batches(drop_last=True), "no argument `drop_last`", 'Pass last_batch="drop"'),
     row("sampler", lambda: batches(sampler=[1]), "no argument `sampler`", "Pass shuffle=True, or order_sampler="),
@@ -245,7 +223,6 @@ SAMPLES = [
     row(
         "short order", lambda: batches(order_sampler=lambda order, _: order[:5]), "one index for each of the 12 samples"
     ),
-    row("two orders", lambda: batches(shuffle=True, order_sampler=lambda order, _: order), "`shuffle` must be False"),
     row(
         "DistributedSampler in a loader",
         lambda: train(iterator=torch_data.DataLoader(DATA, 6, sampler=torch_data.DistributedSampler(DATA, 2, 0))),
@@ -272,14 +249,11 @@ SAMPLES = [
 
 ONE_OF = "must be one of 'fp32', 'bf16', 'fp16'"
 UPDATERS = [
-    row("no devices", lambda: build(devices=[]), "`devices` must name at least one device"),
     row("gpu", lambda: build(devices=["gpu"]), "such as 'cpu' or 'cuda:0', got 'gpu'"),
-    row("cuda:99", lambda: build(devices=["cuda:99"]), "`devices` must name devices of this machine"),
     row("devices=0", lambda: build(devices=0), "`devices` must be at least 1, got 0"),
     row("devices=2.0", lambda: build(devices=2.0), "`devices` must be names, a number or 'auto', got a float"),
     row("device=", lambda: build(device="cpu"), "no argument `device`", 'Pass devices=["cuda:0"]'),
     row("device_ids=", lambda: build(device_ids=[0]), "no argument `device_ids`", "devices=2"),
-    row("num_shards=0", lambda: build(num_shards=0), "`num_shards` must be at least 1, got 0"),
     row("num_shards=2.0", lambda: build(num_shards=2.0), "`num_shards` must be an integer, got 2.0"),
     row("idle", lambda: build(devices=["cpu"] * 3), "`num_shards` is 2, but there are 3 devices", "Use fewer devices"),
     row(
@@ -296,7 +270,6 @@ UPDATERS = [
         'pass configured["optimizer"] here',
         'StepScheduler(configured["lr_scheduler"]["scheduler"])',
     ),
-    row("optimizer text", lambda: build(optimizer="sgd"), "got a str", "Create one from model.parameters()"),
     row(
         "other model",
         lambda: build(optimizer=sgd(net())),
@@ -320,12 +293,10 @@ UPDATERS = [
     row("own scheduler", own_scheduler_step, "(`scheduler`)", "Leave out your call"),
     row("scheduled twice", two_ways_to_step, "so that it steps twice", "or the StepScheduler"),
     row("own backward", own_backward, "got one that no optimizer has used", "optimizer.zero_grad()"),
-    row("fp8", lambda: build(precision="fp8"), ONE_OF),
     row("16-mixed", lambda: build(precision="16-mixed"), ONE_OF, "'fp16', with loss_scale=DynamicLossScale(2.0**16)"),
     row("bf16-mixed", lambda: build(precision="bf16-mixed"), ONE_OF, "Pass precision='bf16'"),
     row("dtype", lambda: build(precision=torch.bfloat16), ONE_OF, "Pass precision='bf16'"),
     row("float16", lambda: build(precision="float16"), ONE_OF, "Pass precision='fp16'"),
-    row("accumulate=0", lambda: build(accumulate=0), "`accumulate` must be at least 1"),
     row("clip_grad_norm=0", lambda: build(clip_grad_norm=0), "must be above 0, got 0", "Pass None"),
     *(
         row(f"{name}=", partial(build, **{name: 2}), f"no argument `{name}`", cure)
@@ -352,11 +323,7 @@ UPDATERS = [
     row("StandardUpdater", lambda: build(ls.StandardUpdater), "no argument `devices`", "use ParallelUpdater"),
     row("seed", lambda: build(seed="0"), "`seed` must be an integer, got '0'"),
     row("workloads", lambda: build(devices=["cpu"] * 2, workloads=[1, 2, 3]), "one number per device (2), got 3"),
-    row("on_overflow", lambda: build(on_overflow="ignore"), "must be 'retry', 'next' or 'skip'"),
     row("reduction", lambda: build(reduction="avg"), "must be 'mean' or 'sum', got 'avg'"),
-    row("loss_scale", lambda: build(loss_scale="dynamic"), "must be a number, a LossScale or None, got a str"),
-    row("buffers", lambda: build(buffers="sync"), "`buffers` must be one of 'mean'"),
-    row("communicator", lambda: build(communicator="gloo"), "`communicator` must be a Communicator or None"),
     row("eval", lambda: train(model=net().eval()), "was in evaluation mode", "Call model.train()"),
     row("frozen", lambda: train(model=net().requires_grad_(False)), "must have a parameter that requires a gradient"),
     row("SyncBatchNorm", lambda: train(model=nn.SyncBatchNorm(2), optimizer=sgd), "SyncBatchNorm", "Use BatchNorm"),
@@ -538,10 +505,8 @@ EXTENSIONS = [
         "there is 'main/loss'",
         "Name one of these",
     ),
-    row("patience", lambda: trig.EarlyStopping(patience=0), "`patience` must be at least 1, got 0"),
     row("MinValue", lambda: best_of("val/loss"), "got 'val/loss'; there is 'main/loss'"),
     row("best", lambda: run(ext.Snapshot(best="accuracy")), "`best` must be observed", "there is 'main/loss'"),
-    row("keep", lambda: ext.Snapshot(keep=0), "`keep` must be at least 1, got 0"),
     row("save_top_k", lambda: ext.Snapshot(save_top_k=1), "no argument `save_top_k`", "Pass keep="),
     row("monitor", lambda: ext.Snapshot(monitor="loss"), "no argument `monitor`", "Pass best="),
     row(
@@ -550,10 +515,6 @@ EXTENSIONS = [
     row("evaluated tensors", lambda: evaluate((X, Y)), "got a tuple", "TensorDataset(*tensors)"),
     row("repeating", lambda: evaluate(batches()), "must end after one pass", "repeat=False"),
     row("evaluated model", lambda: ext.Evaluator(net(), batches(repeat=False)), "got a Linear", "Pass it by model="),
-    row("no metrics", lambda: ext.Evaluator(batches(repeat=False)), "must hold at least one metric"),
-    row(
-        "list of metrics", lambda: evaluate([(X, Y)], metrics=[met.Accuracy()]), "a dict of metrics by name, got a list"
-    ),
     row("metric", lambda: evaluate([(X, Y)], metrics=met.Accuracy()), "a dict of metrics by name, got a Accuracy"),
     row(
         "metric class", lambda: evaluate([(X, Y)], metrics={"a": met.Accuracy}), "must hold instances", "class Accuracy"
@@ -567,7 +528,6 @@ EXTENSIONS = [
         )
         for metric in (max, "accuracy")
     ),
-    row("generator", lambda: evaluate(each for each in [(X, Y)]), "A generator yields only once"),
     row("criterion", lambda: evaluate([(X, Y)], loss_fn=ce), "got a criterion", "lockstep.supervised(cross_entropy)"),
     row("labels", lambda: evaluate([(X,)]), "got 1 tensor", "give a dataset of pairs (input, target)"),
     row("regression", lambda: evaluate([(X, X)]), "with at least 2 classes", "Pass `threshold="),
@@ -598,18 +558,11 @@ OTHERS = [
     row("model as parameters", lambda: ls.MomentumSGD(net(), lr=0.1), "got a Linear", "Pass model.parameters()"),
     row("lr", lambda: ls.MomentumSGD(net().parameters(), lr=-1), "`lr` must be finite and at least 0, got -1"),
     row(
-        "momentum",
-        lambda: ls.MomentumSGD(net().parameters(), lr=1, momentum=1.0),
-        "must be at least 0 and less than 1, got 1.0",
-    ),
-    row(
         "hook class",
         lambda: ls.MomentumSGD(net().parameters(), lr=0.1).add_hook(hooks.WeightDecay),
         "got the class WeightDecay",
         "Create one",
     ),
-    row("decay", lambda: hooks.WeightDecay(-1), "`rate` must be finite and at least 0, got -1"),
-    row("scale", lambda: ls.StaticLossScale(0), "`factor` must be positive and finite, got 0"),
     row("backward first", lambda: ls.ReplicaGroup(net(), devices=["cpu"]).backward(), "A forward must come first"),
     row("device_ids", lambda: ls.DataParallel(net(), device_ids=[0]), "no argument `device_ids`", "Pass devices="),
     row("ls.Evaluator", lambda: ls.Evaluator, "It is lockstep.extensions.Evaluator"),

@@ -75,10 +75,6 @@ def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> No
     assert done.stdout.count("modules of the agent: 0") == 2  # they are for the process that starts the ranks
 
 
-def test_the_same_script_runs_alone(script: Path) -> None:
-    assert lines(finished([sys.executable, script])) == ["<0 of 1, attempt 0, []>"]
-
-
 def test_the_exit_code_and_the_traceback_are_those_of_the_rank_that_failed(script: Path) -> None:
     done = finished([*RUN, "-n", "2", script, "fail-first"])
     assert done.returncode == 1

@@ -54,6 +54,7 @@ def agent(machine: Machine, script: Path, *options: str) -> subprocess.Popen[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network")
 def test_two_machines_give_the_bits_of_one_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -135,6 +135,7 @@ def test_the_table_of_an_epochs_bookkeeping(kind: str) -> None:
         assert batches.is_new_epoch is (passed % 3 == 0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [*SOURCES, *ONE_SHOT])
 @pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("looked_at", [0, 1, 2])

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep as ls
+from tests.support import zygote
 from tests.support.interrupting import newest
 from tests.support.waiting import await_true
 
@@ -118,7 +119,7 @@ next(ls.BatchIterator(list(range(8)), 2, num_workers=1))
 def test_a_worker_whose_process_is_killed_as_it_starts_ends_too(tmp_path: Path) -> None:
     script = tmp_path / "orphaned.py"
     script.write_text(ORPHANED)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with zygote.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
         process.kill()
@@ -146,7 +147,7 @@ if __name__ == "__main__":
 def test_workers_end_with_the_process_that_needs_them(method: str, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    with subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True) as process:
+    with zygote.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         workers = process.stdout.readline().split()
         process.wait()

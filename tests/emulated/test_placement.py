@@ -21,8 +21,11 @@ from tests.support.workloads import CHECKPOINTED, CONVNET, MLP, REENTRANT, TRANS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODELS = [MLP, CONVNET, TRANSFORMER]
-ALWAYS = {("convnet", "adamw", "bf16"), ("convnet", "fused", "fp32"), ("transformer", "fused", "fp16")}
-"""What each run of the tests has beside all combinations of the smallest model; `python3 dev.py slow` has the rest."""
+ALWAYS = {
+    *(("mlp", "adamw", "fp32"), ("mlp", "fused", "bf16"), ("convnet", "adamw", "bf16"), ("convnet", "fused", "fp32")),
+    ("transformer", "fused", "fp16"),
+}
+"""What each run of the tests has: each value of each option; `python3 dev.py slow` has the rest."""
 
 
 def combinations(precisions: Sequence[tuple[str, str]]) -> list[Any]:
@@ -33,7 +36,7 @@ def combinations(precisions: Sequence[tuple[str, str]]) -> list[Any]:
             optimizer,
             precision,
             id=f"{work}-{optimizer}-{precision}",
-            marks=[] if work is MLP or (work.name, optimizer, precision) in ALWAYS else pytest.mark.slow,
+            marks=[] if (work.name, optimizer, precision) in ALWAYS else pytest.mark.slow,
         )
         for work in MODELS
         for optimizer, precision in precisions
@@ -64,6 +67,7 @@ def test_the_float16_runs_do_overflow() -> None:
 
 
 @on_emulated_devices
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", [WIDE, CHECKPOINTED, REENTRANT], ids=repr)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"split": "strided"}], ids=str)
 def test_options_keep_the_bits_of_the_cpu(work: Workload, options: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def test_an_update_that_skips_by_a_fused_optimizer_waits_for_nothing(
 
 
 @on_emulated_devices
+@pytest.mark.each_value
 @pytest.mark.parametrize("work", [MLP, TRANSFORMER], ids=repr)
 @pytest.mark.parametrize("devices", PLACES, ids=str)
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])

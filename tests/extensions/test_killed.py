@@ -45,7 +45,7 @@ def kill_in_training(out: Path, source: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow  # daily, `laws/test_parts.py` kills runs of the same program
+@pytest.mark.slow  # daily, `test_kill_matrix.py` kills runs of another program
 @pytest.mark.parametrize(("source", "elsewhere"), [("iterator", ["-n", "2"]), ("parts", ["-n", "2"]), ("loader", [])])
 def test_kill_and_resume_elsewhere(tmp_path: Path, source: str, elsewhere: list[str]) -> None:
     if source == "loader" and importlib.util.find_spec("torchdata") is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from lockstep.extensions import LogReport, PrintReport, ProgressBar
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
 from lockstep.triggers import TriggerSpec
+from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
 
 
@@ -56,6 +56,7 @@ PIPED = """
 import sys
 from lockstep.extensions import LogReport, PrintReport
 from lockstep.trainer import Trainer
+from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
 
 def stop(trainer):
@@ -74,7 +75,7 @@ def test_lines_and_log_can_be_read_through_a_pipe_while_the_run_goes_on(tmp_path
     command = [sys.executable, "-c", PIPED, str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
     seen, logged = "", []
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0, env=variables) as run:
+    with zygote.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0, env=variables) as run:
         assert run.stdin is not None
         assert run.stdout is not None
         assert run.stderr is not None

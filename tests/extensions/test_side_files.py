@@ -177,7 +177,7 @@ def fuzz(out: Path, seeds: range, name: str) -> None:
 @pytest.mark.filterwarnings("ignore::lockstep.SideFileWarning", "ignore::lockstep.DeterminismWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_files_are_named_before_training(out: Path, name: str) -> None:
-    fuzz(out, range(10), name)
+    fuzz(out, range(5), name)
 
 
 @pytest.mark.slow

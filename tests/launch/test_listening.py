@@ -122,7 +122,7 @@ def places(agent: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
         pytest.param([], 1, [], id="python", marks=pytest.mark.slow),
         pytest.param(RUN, 2, [], id="lockstep run"),
         pytest.param([], 2, ["launch"], id="launch"),
-        pytest.param([*TORCHRUN, "2"], 2, [], id="torchrun"),
+        pytest.param([*TORCHRUN, "2"], 2, [], id="torchrun", marks=pytest.mark.slow),
         pytest.param([*TORCHRUN, "1"], 1, [], id="torchrun of one", marks=pytest.mark.slow),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.runs import DAILY, EQUAL, ONE, Placement, digests, train
+from tests.support.runs import DAILY, ONE, UNEVEN, Placement, digests, train
 from tests.support.workloads import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 
 RECIPES = [
@@ -52,7 +52,7 @@ def test_summing_and_stepping_side_by_side_changes_no_bit(placements: list[Place
 @pytest.mark.usefixtures("two_intra_op_threads")
 @pytest.mark.parametrize("work", [TRANSFORMER, WIDE], ids=repr)
 def test_the_ambient_number_of_intra_op_threads_changes_no_bit(work: Workload) -> None:
-    found = digests(work, EQUAL, num_shards=5)
+    found = digests(work, UNEVEN, num_shards=5)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     found[Placement(1, (1,))] = train(work, ONE, num_shards=5)

@@ -27,9 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`loss_fn` must return the mean o
 
 
 DAILY = [
-    *("mlp, fp32", "convnet, bf16", "transformer, fp32", "six shards, clipped", "accumulated by epoch"),
-    *("first buffers", "uneven devices", "moved about, strided", "above the limit of one thread"),
-    *("bf16-true, overflowing, retry", "fp16-true, overflowing, skip", "measured", "weightless"),
+    *("six shards, clipped", "accumulated by epoch", "first buffers", "uneven devices", "moved about, strided"),
+    *("above the limit of one thread", "fp16-true, overflowing, skip", "measured", "weightless"),
     *("retried", "passed over", "two networks", "by halves", "not finite"),
 ]
 """A run for each option; others combine them in another way."""
@@ -77,6 +76,5 @@ def four_places(communicator: Communicator) -> str:
 def test_the_law_bites_each_way_to_break_it_is_caught(size: int) -> None:
     names = [name for name, (_, needed, _) in MUTANTS.items() if needed == size]
     found, *_ = launch_on_ranks(mutated, size, names)
-    assert {name for name, _ in found} == set(names)
-    missed = [key for key, digest in found.items() if digest == alone(f"{key[1]}, fp32")]
-    assert not missed
+    assert [*found] == names
+    assert [name for name, digest in found.items() if digest == alone(f"{MUTANTS[name][2]}, fp32")] == []

@@ -58,7 +58,7 @@ def check_resumed(reference: Reference, name: str, stopped: int, place: Place, *
 
 @pytest.mark.parametrize(
     ("name", "stopped", "place"),
-    [each if index % 3 == 0 else pytest.param(*each, marks=pytest.mark.slow) for index, each in enumerate(SAMPLE)],
+    [each if index % 5 == 0 else pytest.param(*each, marks=pytest.mark.slow) for index, each in enumerate(SAMPLE)],
     ids=str,
 )
 def test_a_sample_of_stopped_runs(reference: Reference, name: str, stopped: int, place: int, tmp_path: Path) -> None:

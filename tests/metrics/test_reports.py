@@ -377,8 +377,7 @@ class Nesting(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("inner_devices", [1, 2, 3])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("devices", "inner_devices"), [(1, 2), (2, 3)])
 def test_what_is_reported_inside_of_a_data_parallel_does_not_depend_on_its_devices(
     devices: int, inner_devices: int
 ) -> None:

@@ -55,6 +55,7 @@ def values(optimizer: Optimizer) -> list[list[float]]:
     return [weight.tolist() for group in optimizer.param_groups for weight in group["params"]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("order", ["optimizer first", "schedule first", "schedule made after loading"])
 @pytest.mark.parametrize("cut", [0, 1, 3, 5, 6, 7, 11])

@@ -14,7 +14,7 @@ from mxnet_groups import GIVEN, Replay, replay
 from mxnet_metrics import Counted, metric
 from mxnet_nets import arrays
 from torch import nn
-from traces import Case, cases, earlier, tensor
+from traces import Case, cases, each_word, earlier, tensor
 
 from lockstep.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup
 
@@ -115,11 +115,9 @@ def again(file: str, num_cases: int) -> list[Any]:
     return cases(f"mxnet-nnabla/{file}", num_cases=num_cases, given=GIVEN, through="compat")
 
 
-CASES = [
-    *again("mxnet_group.json", 12),
-    *again("mxnet_group_layouts.json", 19),
-    *again("mxnet_group_grad_req.json", 11),
-]
+CASES = each_word(
+    [*again("mxnet_group.json", 12), *again("mxnet_group_layouts.json", 19), *again("mxnet_group_grad_req.json", 11)]
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +125,7 @@ def test_groups(case: Case) -> None:
     case.check(replay(case, Renamed, earlier(case, CASES)), test_mxnet_groups.TOLERANCES)
 
 
-@pytest.mark.parametrize("case", again("mxnet_group_batchnorm.json", 4))
+@pytest.mark.parametrize("case", each_word(again("mxnet_group_batchnorm.json", 4)))
 def test_batch_normalisation(case: Case) -> None:
     test_mxnet_groups.check_columns(case, Renamed)
 
@@ -141,7 +139,7 @@ METRICS = cases(
 )
 
 
-@pytest.mark.parametrize("case", METRICS)
+@pytest.mark.parametrize("case", each_word(METRICS))
 def test_metrics_are_updated_once_a_device(case: Case) -> None:
     ours = [count(case, run["work_load_list"]) for run in case["runs"]]
     case.check({"runs": ours}, test_mxnet_metrics.TOLERANCES)
@@ -200,7 +198,7 @@ class Executors(test_mxnet_module_train.CoreGroup):
         return after
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", each_word(RUNS))
 def test_training(case: Case) -> None:
     test_mxnet_module_train.replay(case, Executors)
 

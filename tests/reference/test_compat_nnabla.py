@@ -13,7 +13,7 @@ from nnabla_rules import RULES, Lamb, SgdW, solver_of
 from test_nnabla_scaling import RUN_GIVEN, SMALLEST, Net, near
 from torch import nn
 from torch.nn import functional
-from traces import Case, cases, tensor
+from traces import Case, cases, each_word, tensor
 
 from lockstep.compat.nnabla import DynamicLossScalingUpdater
 
@@ -258,7 +258,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", each_word(RUNS))
 def test_run(case: Case) -> None:
     if case["solver"]["name"] not in RULES:
         case.check({"updates": "no such rule"})

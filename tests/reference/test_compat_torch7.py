@@ -11,7 +11,7 @@ import test_data_parallel_table
 import torch
 from test_data_parallel_table import GIVEN, NEAR, Linear, given, name_of, recorded
 from torch import nn
-from traces import Case, cases
+from traces import Case, cases, each_word
 
 import lockstep as ls
 from lockstep.compat.torch7 import GPU, DataParallelTable
@@ -57,7 +57,7 @@ class Run(test_data_parallel_table.Run):
         self.table.sync_parameters()
 
 
-@pytest.mark.parametrize("case", of_kind("steps"))
+@pytest.mark.parametrize("case", each_word(of_kind("steps")))
 def test_steps(case: Case) -> None:
     run = Run(case)
     try:
@@ -66,7 +66,7 @@ def test_steps(case: Case) -> None:
         run.table.release()
 
 
-@pytest.mark.parametrize("case", of_kind("split"))
+@pytest.mark.parametrize("case", each_word(of_kind("split")))
 def test_splits(case: Case) -> None:
     layer = Linear({"shape": [1, 1], "data": [1]}, {"shape": [1], "data": [0]})
     with table(layer, ["cpu"] * case["gpus"]) as net:

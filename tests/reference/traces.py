@@ -35,10 +35,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -46,6 +48,7 @@ import pytest
 import torch
 from difference_rules import RULES
 from differences import Difference, for_replay, leaves, look_up, read_differences
+from tests.support.selection import chosen_cases
 
 RECORDED = Path(__file__).with_name("recorded")
 _MOST_SHOWN = 10
@@ -224,6 +227,25 @@ def cases(
     return [*found_in(folder), *own]
 
 
+def each_word(listed: Sequence[Any]) -> list[Any]:
+    """Mark as slow what a second replay of a trace can do without: cases whose words are in other cases, too.
+
+    A word is a text, a switch or a None at a place of a case, given or as a result.
+    """
+    chosen = chosen_cases([_words(each.values[0]) for each in listed], "words")
+    return [
+        each if index in chosen else pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.slow])
+        for index, each in enumerate(listed)
+    ]
+
+
+def _words(case: Case | None) -> dict[str, int]:
+    """List the words of a case, each with its place but for the numbers in it."""
+    found = [] if case is None else leaves({key: case[key] for key in case.content if key not in _REMARKS})
+    plain = ((re.sub(r"\.\d+(?=\.|$)", ".*", path), value) for path, value in found)
+    return {f"{path} {value}": 0 for path, value in plain if isinstance(value, str | bool | None)}
+
+
 def earlier(case: Case, listed: Sequence[Any]) -> list[Case]:
     """List the cases before one among parameters made by `cases`."""
     found = [each.values[0] for each in listed]
@@ -247,7 +269,7 @@ def read(
     differences: Iterable[Difference],
 ) -> list[Case]:
     """Read the cases of a trace."""
-    content = json.loads(trace_path(folder, file).read_text(encoding="utf-8"))
+    content = dict(_parsed(trace_path(folder, file).read_text(encoding="utf-8")))
     contents = content.pop(key)
     is_public = content.get("variant", content.get("origin", {}).get("variant")) == "dev"
     counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
@@ -279,6 +301,13 @@ def read(
         lost = not any(difference in case.differences for case in result)
         assert not (lost and is_public), f"{file} has no case for the difference {difference}."
     return result
+
+
+@cache
+def _parsed(text: str) -> Mapping[str, Any]:
+    """Parse a file that several replays share."""
+    content: Mapping[str, Any] = json.loads(text)
+    return content
 
 
 def trace_path(folder: Path, file: str) -> Path:

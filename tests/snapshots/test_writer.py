@@ -76,7 +76,7 @@ LARGE = (2**20, 7, 5 * 2**20)
 
 
 def test_no_large_snapshot_is_torn_or_stale(memory_path: Path) -> None:
-    assert torn_or_stale(memory_path, 12, sizes=LARGE) == []
+    assert torn_or_stale(memory_path, 6, sizes=LARGE) == []
 
 
 @pytest.mark.slow

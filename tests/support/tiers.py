@@ -68,8 +68,8 @@ def tiers_of(item: pytest.Item, num_cases: int = 1) -> set[str]:
         item: The test.
         num_cases: How many tests its function makes.
     """
-    names = set[str]().union(*(names_reached(each) for each in _parts(item)))
-    found = {tier for tier, uses in USES.items() if uses & names}
+    reached = [names_reached(each) for each in _parts(item)]
+    found = {tier for tier, uses in USES.items() if not all(map(uses.isdisjoint, reached))}
     if has_no_unit_tests(item.path):
         found |= {FOLDERS[part] for part in item.path.relative_to(TESTS).parts if part in FOLDERS}
     if num_cases >= MANY_CASES or _drawn(item) is not None:
@@ -96,7 +96,7 @@ def _parts(item: pytest.Item) -> Iterator[object]:
         yield dict.fromkeys(item.fixturenames)
         fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
         yield from (each for each in fixtures if each.__module__ != "tests.conftest")  # which all tests use
-        yield from item.callspec.params.values() if hasattr(item, "callspec") else ()
+        yield from filter(_is_followed, item.callspec.params.values() if hasattr(item, "callspec") else ())
 
 
 def names_reached(beginning: object) -> set[str]:

@@ -17,7 +17,7 @@ from tests.support.ranks import launch_on_ranks
 pytest.importorskip("matplotlib", reason="the curve is drawn with it")
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_logs_what_one_process_logs(tmp_path: Path, size: int) -> None:
     alone = train(str(tmp_path))
     assert alone["files"] == ["curve.png", "log.jsonl"]

@@ -113,7 +113,7 @@ def test_every_batch_of_a_trial_is_full(accumulate: int) -> None:
 @pytest.mark.parametrize("begun", [0, 2])
 @pytest.mark.parametrize("most", [3, 1000])
 @pytest.mark.parametrize(
-    "data", [{}, {"last_batch": "drop"}, {"repeat": False}, {"num_workers": 1}, {"last_batch": "wrap", "shuffle": True}]
+    "data", [{"last_batch": "drop"}, {"repeat": False}, {"num_workers": 1}, {"last_batch": "wrap", "shuffle": True}]
 )
 def test_the_run_is_as_it_was(data: dict[str, Any], most: int, begun: int) -> None:
     def run(*, search: bool) -> list[Any]:

@@ -142,11 +142,6 @@ def test_a_bad_type_is_refused_by_name(case: str) -> None:
     assert str(caught.value) == message
 
 
-def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`dataset` must hold at least one sample, got none\."):
-        ls.BatchIterator(TensorDataset(torch.empty(0, 6)), 9)
-
-
 BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "no scalar": (
         # One row, because which of several shards is the first to fail depends on their threads.

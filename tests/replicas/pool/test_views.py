@@ -67,6 +67,7 @@ def trained_plainly(net: Net) -> list[torch.Tensor]:
     return [*net.state_dict().values()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_follow_what_they_are_views_of(view: str, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.support import gan as several
 from tests.support.runs import cross_entropy, finalized, state_digest, updater_for
 from tests.support.workloads import CONVNET, MLP
 
-NUM_UPDATES = 6
+NUM_UPDATES = 4
 BAD_RANK = 1
 
 

@@ -138,9 +138,12 @@ def trained(name: str, devices: int = 1, *, start: int = 0, resumed: bool = Fals
 DAILY = ("Langevin dynamics", "a post-hook", "tensor hooks and the step", "GradientNoise on one of ours")
 
 
-@pytest.mark.parametrize(
+each_optimizer = pytest.mark.parametrize(
     "name", [each if each in DAILY else pytest.param(each, marks=pytest.mark.slow) for each in OPTIMIZERS]
 )
+
+
+@each_optimizer
 def test_neither_place_nor_generator_nor_a_resume_matters(name: str) -> None:
     usual = trained(name)
     assert trained(name, start=7) == usual
@@ -155,7 +158,7 @@ def one_step(updater: ls.ParallelUpdater, batch: Any) -> None:
     updater.apply_gradients()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_optimizer
 def test_step_functions_and_loops_of_your_own_draw_the_same(name: str) -> None:
     usual = trained(name)
     assert trained(name, step_fn=one_step) == usual

@@ -28,7 +28,7 @@ from tests.support.runs import finalized, state_digest
 
 SETTLED = UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS + 1
 """Updates after which the ranks have settled."""
-NUM_UPDATES = SETTLED + 3
+NUM_UPDATES = SETTLED + 2
 NUM_SHARDS = 8
 CPU = torch.device("cpu")
 
@@ -201,8 +201,7 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
 def runs_on_two_ranks() -> dict[str, dict[str, Any]]:
     return {
         "slow": slow(),
-        "with a worker": slow(num_workers=1),
-        "with two devices": slow(num_devices=2),
+        "with a worker and two devices": slow(num_workers=1, num_devices=2),
         "in steps": slow(step_fn=step),
         "saved before": resumed(SETTLED - 2),
         "saved after": resumed(SETTLED + 1),
@@ -237,7 +236,7 @@ def counts(found: Found, name: str, when: str) -> list[int]:
     return [rank[name][when] for rank in found]
 
 
-@pytest.mark.parametrize("name", ["slow", "with a worker", "with two devices", "in steps"])
+@pytest.mark.parametrize("name", ["slow", "with a worker and two devices", "in steps"])
 def test_a_slow_rank_is_given_fewer_shards(two: Found, name: str) -> None:
     assert counts(two, name, "first") == [4, 4]
     fewer, more = counts(two, name, "last")
@@ -265,8 +264,7 @@ def test_ranks_are_refused_that_do_not_all_ask_for_it(two: Found) -> None:
     "name",
     [
         "slow",
-        "with a worker",
-        "with two devices",
+        "with a worker and two devices",
         "in steps",
         "saved before",
         "saved after",
