@@ -197,7 +197,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "cross entropy": (classified, {}),
     "mean square": (lambda model, x, y: functional.mse_loss(model(x)[:, 0], y.float()), {}),
     "two views in one forward": (
-        lambda model, x, y: functional.mse_loss(*functional.dropout(model(torch.cat([x, x])), 0.3).chunk(2)),
+        lambda model, x, _: functional.mse_loss(*functional.dropout(model(torch.cat([x, x])), 0.3).chunk(2)),
         {},
     ),
     "own weights": (counted, {}),
