@@ -37,6 +37,8 @@ EQUAL_PARTS: Final = (2, 3, 5)
 ROUNDED: Final = 1e-3
 """By how much values may differ because kernels round differently for other numbers of samples, relative to the largest
 one."""
+ROUNDED_GRADIENT: Final = 1e-2
+"""The same for gradients: the terms of one, such as that of a bias in front of a convolution, may nearly cancel."""
 ROUNDED_TO_HALF: Final = 5e-2
 """The same for values that were computed in half precision, or on an accelerator, which may do so unseen."""
 
@@ -207,7 +209,8 @@ def _difference(computed: Sequence[Computed], tolerance: float) -> str:
     if found or not known:
         return found
     apart = whole.gradient - sum(each.gradient for each in parts)
-    rounded = float(apart.norm()) <= tolerance * float(sum(each.gradient.norm() for each in (whole, *parts)))
+    most = max(tolerance, ROUNDED_GRADIENT) * float(sum(each.gradient.norm() for each in (whole, *parts)))
+    rounded = float(apart.norm()) <= most
     return "" if rounded else "a value whose gradient for some samples is not the mean of the gradients of their parts,"
 
 
