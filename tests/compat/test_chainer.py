@@ -164,6 +164,30 @@ class TestParallelUpdater:
         assert updater.loss_scale.factor == 8.0
         assert equal(model, trained(updaters, 3))
 
+    def test_of_several_scales_that_of_the_main_optimizer_is_followed(self, updaters: Any) -> None:
+        networks = {"main": Classifier(), "second": Classifier()}
+        parameters = [*networks["main"].parameters()]
+        named = {"main": ls.MomentumSGD(parameters[:1], lr=0.1), "other": ls.MomentumSGD(parameters[1:], lr=0.1)}
+        for optimizer, factor in zip(named.values(), (16.0, 4.0), strict=True):
+            optimizer.loss_scaling(scale=factor)
+        updater = updaters(batches(), named, models=networks, devices=TWO)
+        assert updater.loss_scale.factor == 16.0
+
+    def test_an_overflow_skips_its_batch(self, updaters: Any) -> None:
+        model, calls = Classifier(), list[int]()
+        optimizer = chainer.CorrectedMomentumSGD(lr=0.1).setup(model)
+        optimizer.loss_scaling()
+
+        def loss_func(net: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            calls.append(len(x))
+            return net(x, t) * float("inf")
+
+        updater = updaters(batches(), optimizer, devices=TWO, loss_func=loss_func)
+        before = ls.digest(model)
+        result = updater.update()
+        assert (bool(result.applied), result.tries, calls, updater.iteration) == (False, 1, [4, 4], 1)
+        assert ls.digest(model) == before
+
     @pytest.mark.parametrize("auto", [True, False])
     def test_auto_new_epoch(self, updaters: Any, auto: bool) -> None:
         model = Classifier()

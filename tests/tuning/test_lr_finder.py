@@ -183,3 +183,24 @@ def test_what_is_wrong_is_refused(options: dict[str, Any], error: type, message:
         assert ls.digest(updater.state_dict()) == before
     with pytest.raises(TypeError, match="`updater` must be a ParallelUpdater, got a Linear"):
         ls.find_lr(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_modes_are_those_of_before() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout())
+
+    def step_fn(updater: ls.ParallelUpdater, batch: Any) -> None:
+        model[1].eval()
+        updater.compute_gradients(batch)
+        updater.apply_gradients()
+
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(), 8),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=["cpu"],
+        loss_fn=cross_entropy,
+        step_fn=step_fn,
+    )
+    with finalized(updater):
+        ls.find_lr(updater, **SEARCH)
+    assert model[1].training
