@@ -131,4 +131,4 @@ def test_nothing_of_the_evaluation_changes() -> None:
     plain, plain_calls = values(0), [*calls]
     assert (values(None), plain_calls) == (plain, [4] * 8)
     # The shard, its two parts, and all once more because the loss is no mean.
-    assert [*calls] == [*[4] * 4, *[4, 2, 2] * 2, *[4] * 4]
+    assert [*calls] == [*[4] * 4, *[4, 2, 2] * 3, *[4] * 4]
