@@ -10,7 +10,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
 from os import PathLike
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -160,10 +159,10 @@ def combine(found: Iterable[Entry]) -> str:
     """
     lines: dict[str, bytes] = {}
     for path, kind, about in found:
-        where = _json(list(map(_key, path)))
+        where = _ENCODER.encode(list(map(_key, path)))
         if where in lines:
             raise ValueError(f"`found` must hold one entry per path, got two for {where}.")
-        lines[where] = f"[{where},{_json(kind)},{_json(about)}]\n".encode("ascii")
+        lines[where] = f'[{where},"{kind}",{_ENCODER.encode(about)}]\n'.encode("ascii")
     # The lines are sorted, so that the order in which mappings were filled does not count.
     return hashlib.sha256(b"".join(sorted(lines.values()))).hexdigest()
 
@@ -283,7 +282,9 @@ def _walk(state: Any, path: Path) -> Iterator[Entry]:
         for index, part in enumerate(state):
             yield from _walk(part, (*path, index))
     else:
-        yield Entry(path, "value", (_type_name(state), _text(state, path)))
+        # A subclass of float, such as one of NumPy's, is the same number.
+        kind = "float" if isinstance(state, float) else type(state).__name__
+        yield Entry(path, "value", (kind, _text(state, path)))
 
 
 def _walk_tensor(tensor: torch.Tensor, path: Path) -> Iterator[Entry]:
@@ -329,11 +330,6 @@ def _check_readable(tensor: torch.Tensor, where: str, *, quantized: bool = False
         raise TypeError(f"{RULE}, got a quantized tensor{where}. Pass its `int_repr()`, scale and zero point.")
 
 
-def _type_name(value: Any) -> str:
-    # A subclass of float, such as one of NumPy's, is the same number.
-    return "float" if isinstance(value, float) else type(value).__name__
-
-
 def _text(value: Any, path: Path) -> str:
     """Return a value as text that differs for different values."""
     if isinstance(value, float):
@@ -354,16 +350,6 @@ def _key(key: Any) -> Any:
     """Return a key of a path as a JSON value."""
     # JSON would write an IntEnum like an int and a tuple like a list, so keys of such types are marked by their type.
     return key if key is None or type(key) in {str, int, bool} else {type(key).__name__: repr(key)}
-
-
-def _json(value: Any) -> str:
-    kind = type(value)
-    # As the encoder does it, without its preparations for each value, which take longer than to write it.
-    if kind is str:
-        return encode_basestring_ascii(value)
-    if kind is list or kind is tuple:
-        return f"[{','.join(map(_json, value))}]"
-    return int.__repr__(value) if kind is int else _ENCODER.encode(value)
 
 
 def blocks_of(tensor: torch.Tensor, size: int = BLOCK) -> Iterator[memoryview]:

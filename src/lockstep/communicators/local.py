@@ -50,7 +50,7 @@ class LocalCommunicator(Communicator):
 
     def begin_sum(self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> PendingSum:
         """Start to collect tensors until `finish` is called; see `Communicator.begin_sum`."""
-        return LocalSum(self, contributions, like)
+        return LocalSum(contributions[0], len(like))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Leave the tensors unchanged."""
@@ -72,12 +72,9 @@ class LocalCommunicator(Communicator):
 class LocalSum(PendingSum):
     """A sum over the only rank; see `LocalCommunicator.begin_sum`."""
 
-    def __init__(
-        self, communicator: LocalCommunicator, contributions: Sequence[Contribution], like: Sequence[torch.Tensor]
-    ) -> None:
-        self._communicator, self._contributions, self._like = communicator, contributions, like
-        shards = contributions[0].shards
-        self._partials = [PartialSum(shard, [None] * len(like)) for shard in shards]
+    def __init__(self, announced: Contribution, num_tensors: int) -> None:
+        self._announced, self._num_tensors = announced, num_tensors
+        self._partials = [PartialSum(shard, [None] * num_tensors) for shard in announced.shards]
 
     def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Store the terms of one tensor; see `PendingSum.add`."""
@@ -87,9 +84,9 @@ class LocalSum(PendingSum):
     def finish(self) -> Tensors:
         """Return the sums of the stored terms; see `PendingSum.finish`."""
         # Nothing is summed before all terms are there: the order of the tree is not the order of their arrival.
-        if Contribution.of(self._partials) != self._contributions[0]:
+        if Contribution.of(self._partials) != self._announced:
             raise OrderError("All announced terms must be added before `finish`, and no others.")
-        return self._communicator.sum_partials(self._partials, self._contributions, self._like)
+        return total(self._partials) if self._partials else [None] * self._num_tensors
 
     def abandon(self) -> None:
         """Return at once, because no other rank waits for the missing terms."""

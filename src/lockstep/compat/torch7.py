@@ -74,10 +74,11 @@ class DataParallelTable(ModuleWrapper):
             ValueError: If there is no device, or a device does not exist on this machine.
             TypeError: If `module` is not a module.
         """
-        single = isinstance(devices, int | str | torch.device)
+        given = [devices] if isinstance(devices, int | str | torch.device) else devices
+        single = given is not devices
         if self._added_at_once or (self._is_filled() and not single):
             raise OrderError("`add` must be called only once with a list of devices.")
-        names = _device_names(devices)
+        names = list(map(_device_name, given))
         if self._is_filled():
             self.table.place_on([*self.table.devices, *names])
         else:
@@ -219,11 +220,6 @@ class GPU(OnDevice):
 def _without_index(init: Callable[[], object], _: int) -> None:
     """Call a function that takes no argument, and not the index of a device."""
     init()
-
-
-def _device_names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
-    """Return the torch devices of one device or several."""
-    return [_device_name(each) for each in ([devices] if isinstance(devices, int | str | torch.device) else devices)]
 
 
 def _device_name(device: Device) -> str | torch.device:

@@ -186,7 +186,7 @@ class BatchIterator(Iterator):
         # `check_integer` takes longer than the comparison, and this runs in every update.
         if type(ahead) is not int or ahead < 0:
             check_integer("ahead", ahead, minimum=0)
-        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self._dataset)):
+        if self._loaded_from is not None and self._loaded_from.values != DatasetState(self._dataset).values:
             # Workers were given a copy of the dataset as it was.
             self.finalize()
         while len(self._ahead) <= ahead:

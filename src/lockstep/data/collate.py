@@ -196,8 +196,6 @@ def _tensor(data: Any, name: str) -> torch.Tensor:
 
 def _check_same_format(tensors: Sequence[torch.Tensor], path: str, *, shapes: bool) -> None:
     """Check that tensors have one dtype and one number of dimensions, and with ``shapes`` one shape."""
-    if len({(tensor.dtype, tensor.shape if shapes else tensor.dim()) for tensor in tensors}) == 1:
-        return
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:

@@ -345,9 +345,8 @@ class IterableBatches(Iterator):
             if type(state[name]) is not int or state[name] < 0:
                 raise StateError(f"`{name}` must be an integer of at least 0, got {state[name]!r}.")
         self._check_last_advance(state)
-        num_batches = self._num_batches
-        if num_batches is not None and state["position"] >= num_batches:
-            rule = f"must lie in 0..{num_batches - 1}, because `source` holds {num_batches} batches"
+        if self._num_batches is not None and state["position"] >= self._num_batches:
+            rule = f"must lie in 0..{self._num_batches - 1}, because `source` holds {self._num_batches} batches"
             raise StateError(f"`position` {rule}, got {state['position']}.")
         if state["source"] is not None and self._resumable is None:
             raise StateError("`source` must have `load_state_dict`, because its own state was saved.")

@@ -182,51 +182,46 @@ class DatasetState:
     Args:
         dataset: The dataset.
 
+    Attributes:
+        values: What it refers to, equal to that of an equal state of the same dataset.
+
     >>> class Crops:
     ...     size = 3
     >>> dataset = Crops()
     >>> before = DatasetState(dataset)
-    >>> before.same_as(DatasetState(dataset))
+    >>> before.values == DatasetState(dataset).values
     True
     >>> dataset.size = 4
-    >>> before.same_as(DatasetState(dataset))
+    >>> before.values == DatasetState(dataset).values
     False
     """
 
-    __slots__ = ("_held", "_values")
+    __slots__ = ("_held", "values")
 
     def __init__(self, dataset: object) -> None:
-        self._values: list[object] = []
+        self.values: list[object] = []
         # Held, because the address of an object that is freed may be that of its successor.
         self._held: dict[int, object] = {}
         self._visit(dataset)
-
-    def same_as(self, other: DatasetState) -> bool:
-        """Return whether another state of the same dataset is equal.
-
-        Args:
-            other: The other state.
-        """
-        return self._values == other._values
 
     def _visit(self, value: Any) -> None:
         """Record a value and what it refers to."""
         kind = type(value)
         if kind in SCALARS:
-            self._values += (kind, value)
+            self.values += (kind, value)
             return
         if kind is not tuple:
-            self._values.append(id(value))
+            self.values.append(id(value))
             if id(value) in self._held or len(self._held) >= MOST_OBJECTS:
                 return
             self._held[id(value)] = value
         if isinstance(value, torch.Tensor):
-            self._values.append(None if value.is_inference() else value._version)
+            self.values.append(None if value.is_inference() else value._version)
             # A write to `tensor.data` or to an array over its memory is not counted.
             if value.is_cpu and value.layout is torch.strided and value.numel() <= MOST_ENTRIES:
-                self._values.append(checksum(value))
+                self.values.append(checksum(value))
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
-            self._values.append(value.tobytes() if value.size <= MOST_ENTRIES else value.shape)
+            self.values.append(value.tobytes() if value.size <= MOST_ENTRIES else value.shape)
         else:
             for each in _parts(value):
                 self._visit(each)

@@ -86,19 +86,14 @@ def _processor() -> Facts:
     cores = f"{usable_cores()} of {os.cpu_count()}"
     return {
         "name": name[1] if name else platform.processor() or platform.machine(),
-        "portable": _portable(),
+        "portable": "portable kernels are in use, and gave the bits that were recorded"
+        if is_portable()
+        else machine_problem() or f"possible: start with {PORTABLE_ENV}=1 to check it and to use them",
         "cores usable": cores if quota is None else f"{cores}, limited to the time of {quota:g}",
         "memory": f"{int(free[1]) / 2**20:.1f} of {int(total[1]) / 2**20:.1f} GiB available"
         if total and free
         else UNKNOWN,
     }
-
-
-def _portable() -> str:
-    """Return whether this machine can compute with portable kernels; what they compute shows only when they start."""
-    if is_portable():
-        return "portable kernels are in use, and gave the bits that were recorded"
-    return machine_problem() or f"possible: start with {PORTABLE_ENV}=1 to check it and to use them"
 
 
 def read(path: Path) -> str:

@@ -217,9 +217,8 @@ class ProgressBar(Extension):
             self._unobserved.check(trainer, trainer.observation)
         if self._display is None:
             return
-        for name in self.values or ():
-            if name in trainer.observation:
-                self._seen[name] = trainer.observation[name]
+        observed = trainer.observation
+        self._seen |= {name: observed[name] for name in self.values or () if name in observed}
         now = time.perf_counter()
         if now >= self._next:
             self._draw(self._display, trainer)

@@ -93,7 +93,6 @@ class Snapshot(Extension):
         if self.digest_every is not None:
             check_integer("digest_every", self.digest_every, minimum=1)
         self._writer: snapshots.SnapshotWriter | snapshots.Digester | None = None
-        self._writes = False
         self._agreement: snapshots.Agreement | None = None
         self._collector: snapshots.Collector | None = None
         self._log: snapshots.DigestLog | None = None
@@ -110,7 +109,6 @@ class Snapshot(Extension):
             OrderError: If the folder holds snapshots of a run that this one does not continue.
         """
         warn_of_unsaved_schedulers(trainer)
-        self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:
             self._open(trainer)
@@ -129,7 +127,7 @@ class Snapshot(Extension):
         self._collector = snapshots.Collector(
             trainer.updater, run_id=self._run_id, parent=None if source is None else source.source
         )
-        if not self._writes:
+        if not self._is_writer(trainer):
             self._writer = snapshots.Digester(self._run_id)
             return
         found = snapshots.list(trainer.out)
@@ -188,7 +186,7 @@ class Snapshot(Extension):
             self._write_last(trainer)
             lost = self._end(trainer)
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
-            if isinstance(lost, PeerError) and self._collector is not None and not self._writes:
+            if isinstance(lost, PeerError) and self._collector is not None and self._log is None:
                 _write_emergency(trainer, self._collector, _reason_of(lost, trainer.updater))
         finally:
             received = self._release()
@@ -219,7 +217,7 @@ class Snapshot(Extension):
             return
         writer.wait()
         self._log_written()
-        if isinstance(trainer.error, PeerError) and not self._writes:
+        if isinstance(trainer.error, PeerError) and self._log is None:
             return
         if reason is None and isinstance(trainer.error, PeerError | WorkerError):
             _warn_of_lost_state(trainer, writer.newest_update)
@@ -279,7 +277,7 @@ class Snapshot(Extension):
         if self._writer is None or self._agreement is None or self._collector is None:
             return
         self._agreement.open(trainer.updater.iteration)
-        if not self._writes:
+        if self._log is None:
             self._writer.save(self._collector.collect(), must=must)
             return
         # A run that is stopped in the middle of an iteration has not observed the value yet.

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -25,6 +25,7 @@ from lockstep.communicators import (
     timeout_for,
     use_loopback,
 )
+from lockstep.state import temporarily
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -213,9 +214,8 @@ def run(settings: Run) -> int:
     return 0
 
 
-@contextmanager
-def _time_to_end(seconds: int) -> Iterator[None]:
-    """Wait this long for processes that are to end before they are killed, for whatever reason the agent ends them.
+def _time_to_end(seconds: int) -> AbstractContextManager[None]:
+    """Set how long the agent waits for processes that are to end before it kills them, for whatever reason.
 
     torch 2.13 reads `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` only after a signal to the agent, and torch 2.11 does not read it
     at all. When a process has failed or all are restarted, the others would be killed after 30 s while they write
@@ -228,11 +228,7 @@ def _time_to_end(seconds: int) -> Iterator[None]:
     def close_in_time(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001 - as torch calls it
         close(self, death_sig, seconds)
 
-    PContext.close = close_in_time  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PContext.close = close  # type: ignore[method-assign]
+    return temporarily(PContext, close=close_in_time)
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:

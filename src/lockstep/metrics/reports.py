@@ -243,7 +243,9 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
         weight: float | torch.Tensor | None,
     ) -> None:
         """Record values, see `report`; after an error none of them is recorded."""
-        number = self._num_samples if weight is None else _checked_weight(weight)
+        number = self._num_samples if weight is None else _number(weight, "weight")
+        if weight is not None and not isinstance(weight, torch.Tensor):  # whose sign is not read
+            check_number("weight", weight, least=0, finite=True)
         prefix = "" if observer is None else self.observers.prefix(observer)
         # One `update` with a finished dict, so that an error in a later value leaves no earlier one behind.
         sums = {prefix + _checked_name(name): _weighted_sum(value, number, name) for name, value in values.items()}
@@ -277,33 +279,22 @@ def _checked_name(name: object) -> str:
     return name
 
 
-def _checked_weight(weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Return a weight after checking it, except for the sign of a tensor, which is not read."""
-    if isinstance(weight, torch.Tensor):
-        return _scalar(weight, "weight")
-    if not isinstance(weight, SupportsFloat):
-        raise TypeError(f"`weight` must be a number or a tensor of one element, got {weight!r}.")
-    check_number("weight", weight, least=0, finite=True)
-    return float(weight)
-
-
 def _weighted_sum(value: float | torch.Tensor, weight: float | torch.Tensor, name: str) -> WeightedSum:
     """Return the sum and the weight of a mean; a value of weight 0 may be NaN."""
-    if isinstance(value, torch.Tensor):
-        mean: float | torch.Tensor = _scalar(value, f"values[{name!r}]")
-    elif isinstance(value, SupportsFloat):
-        mean = float(value)
-    else:
-        raise TypeError(f"`values[{name!r}]` must be a number or a tensor of one element, got {value!r}.")
+    mean = _number(value, f"values[{name!r}]")
     if isinstance(weight, torch.Tensor):
         # `where` in place of a product, because NaN times 0 is NaN.
         return torch.where(weight > 0, mean * weight, 0.0), weight
     return (mean * weight, weight) if weight else (0.0, 0.0)
 
 
-def _scalar(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Copy a tensor of one element to float64, in which sums are nearly exact, without its graph."""
-    if tensor.numel() != 1:
-        raise ValueError(f"`{name}` must be a tensor of one element, got shape {tuple(tensor.shape)}.")
-    # A copy, because the model may change the tensor in place after the report.
-    return tensor.detach().to(torch.float64, copy=True).reshape(())
+def _number(value: object, name: str) -> float | torch.Tensor:
+    """Return a number as a float, or a tensor of one element in float64, in which sums are nearly exact."""
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"`{name}` must be a number or a tensor of one element, got {value!r}.")
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"`{name}` must be a tensor of one element, got shape {tuple(value.shape)}.")
+    # A copy without the graph, because the model may change the tensor in place after the report.
+    return value.detach().to(torch.float64, copy=True).reshape(())

@@ -142,11 +142,9 @@ class OwnMetric(ShardMetric):
     """
 
     def __init__(self, metric: Metric) -> None:
-        if isinstance(metric, Accuracy):
-            super().__init__(metric, "count")
-        else:
-            # Only its author knows whether the state holds counts, so it is merged in order.
-            super().__init__(metric, "order" if isinstance(metric, Mergeable) else "gather")
+        # Only its author knows whether the state of another metric holds counts, so it is merged in order.
+        rule: MergeRule = "order" if isinstance(metric, Mergeable) else "gather"
+        super().__init__(metric, "count" if isinstance(metric, Accuracy) else rule)
 
     def _state(self) -> Mapping[str, Any]:
         # Deep, because a metric may go on adding to the very tensors that it has returned.

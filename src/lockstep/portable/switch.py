@@ -10,21 +10,14 @@ import torch
 from lockstep.errors import PortableKernelsError
 from lockstep.portable.settings import PORTABLE_ENV, apply_settings, check_variables, machine_problem
 
-
-class PortableState:
-    """Whether this process has portable kernels. There is no way back, because MKL chooses once."""
-
-    def __init__(self) -> None:
-        self.library: torch.library.Library | None = None
-
-
-STATE: Final = PortableState()
-"""The state of this process. There is only one, because kernels belong to the process."""
+LIBRARIES: Final[list[torch.library.Library]] = []
+"""What has registered the portable kernels of this process, if it has them. There is no way back, because MKL chooses
+once."""
 
 
 def is_portable() -> bool:
     """Return whether this process has portable kernels."""
-    return STATE.library is not None
+    return bool(LIBRARIES)
 
 
 def use_portable_kernels() -> None:
@@ -68,7 +61,7 @@ def use_portable_kernels() -> None:
     except BaseException:
         library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch has no other way
         raise
-    STATE.library = library
+    LIBRARIES.append(library)
     os.environ[PORTABLE_ENV] = "1"
 
 

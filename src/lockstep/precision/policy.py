@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -406,15 +405,8 @@ class MasterWeights:
     @torch.no_grad()
     def _write_back(self) -> None:
         """Round the master weights to the parameters, with one kernel per device and dtype."""
-        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(
-            lambda: ([], [])
-        )
-        for parameter, master in self._masters.items():
-            parameters, masters = by_kind[parameter.device, parameter.dtype]
-            parameters.append(parameter)
-            masters.append(master)
-        for parameters, masters in by_kind.values():
-            torch._foreach_copy_(parameters, masters)
+        if self._masters:
+            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
     def _cast_state(self, parameter: Tensor, dtype: torch.dtype) -> None:
         """Convert the elementwise state of a parameter to another dtype."""

@@ -44,11 +44,6 @@ class Record(NamedTuple):
     digest: str
     tensors: Mapping[str, str]
 
-    @classmethod
-    def of(cls, update: int, digest: str, tensors: Mapping[str, str]) -> Record:
-        """Return a record of whole digests."""
-        return cls(update, digest, {name: each[:DIGITS] for name, each in tensors.items()})
-
 
 def record_of(state: Content) -> Record:
     """Return the digests of the training state of a content or of a snapshot.
@@ -57,8 +52,8 @@ def record_of(state: Content) -> Record:
         state: The content, whose tensors are read; or the manifest of a snapshot, which has their digests.
     """
     found = list(entries(training_of(state)))
-    named = {".".join(map(str, entry.path[1:])): entry.about[2] for entry in found if entry.kind == "tensor"}
-    return Record.of(state.progress["update"], combine(found), dict(sorted(named.items())))
+    named = {".".join(map(str, entry.path[1:])): entry.about[2][:DIGITS] for entry in found if entry.kind == "tensor"}
+    return Record(state.progress["update"], combine(found), dict(sorted(named.items())))
 
 
 class DigestLog:

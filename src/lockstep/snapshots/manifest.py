@@ -72,8 +72,7 @@ class Manifest(Content):
     @property
     def update(self) -> int:
         """The number of updates after which the snapshot was written."""
-        update: int = self.progress["update"]
-        return update
+        return int(self.progress["update"])
 
     @property
     def bytes(self) -> int:

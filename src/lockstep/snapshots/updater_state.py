@@ -359,16 +359,13 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
         return
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         # Options of another version of PyTorch, of which `check_recipe` has warned.
-        for option in own.keys() - group.keys():
-            group[option] = own[option]
+        group |= {option: own[option] for option in own.keys() - group.keys()}
 
 
 def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Change]) -> None:
     """Replace saved values by those of this run, where fields of the recipe were accepted."""
     own: dict[str, Any] = updater.live_state()
-    for name in ("num_shards", "seed"):
-        if name in accepted:
-            state[name] = accepted[name].own
+    state |= {name: accepted[name].own for name in ("num_shards", "seed") if name in accepted}
     if "loss_scale" in {name.partition(".")[0] for name in accepted}:
         state["loss_scale"] = own["loss_scale"]
     for name in {*state.get("frozen", {}), *own.get("frozen", {})}:

@@ -13,7 +13,6 @@ from pathlib import Path
 from lockstep.communicators import Communicator
 from lockstep.metrics import Observed
 from lockstep.triggers import Progress
-from lockstep.updaters import Updater
 
 
 class SynchronizedProgress:
@@ -27,14 +26,9 @@ class SynchronizedProgress:
     """
 
     def __init__(self, run: Progress) -> None:
-        self._run = run
+        self._run, self.updater = run, run.updater
         self._read_at = -1
         self._elapsed = 0.0
-
-    @property
-    def updater(self) -> Updater:
-        """The updater, which runs and counts the updates."""
-        return self._run.updater
 
     @property
     def observation(self) -> Mapping[str, Observed]:
@@ -67,7 +61,6 @@ def say(message: str) -> None:
         message: The sentences.
     """
     sys.stderr.write(f"lockstep: {message}\n")
-    sys.stderr.flush()
 
 
 def trial_folder(communicator: Communicator, owner: object) -> Path:

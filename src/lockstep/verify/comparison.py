@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,7 +52,7 @@ class Difference:
         return f"update {self.update}{where}: {what} {self.tensor}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What one run of a script has recorded; that of several processes is one run.
 
@@ -80,7 +80,6 @@ def read_run(paths: Iterable[Path]) -> list[Run]:
     runs = []
     for path in paths:
         run = Run()
-        error = ""
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in map(json.loads, lines):
             if "update" in line:
@@ -91,8 +90,8 @@ def read_run(paths: Iterable[Path]) -> list[Run]:
                 run.compared.extend(line.get("compared", []))
                 for name, value in line.get("trace", {}).items():
                     run.trace.setdefault(name, value)
-                error = line.get("error", error)
-        runs.append(replace(run, error=error))
+                run.error = line.get("error", run.error)
+        runs.append(run)
     for key in runs[0].updates:
         shards: dict[str, Any] = {}
         for run in runs:

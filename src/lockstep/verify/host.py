@@ -147,8 +147,7 @@ def _free_port() -> int:
     """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

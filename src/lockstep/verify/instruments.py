@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lockstep import snapshots
 from lockstep.data import BatchIterator
 from lockstep.extensions import Snapshot
-from lockstep.nest import map_tensors
+from lockstep.nest import map_tensors, named_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import (
     DataParallel,
@@ -45,7 +45,7 @@ from lockstep.verify.causes import LOOP, describe_parameters
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
 from lockstep.verify.modes import OperatorLog, TrainingCalls, users_line
 from lockstep.verify.one_shard import compare_attempt
-from lockstep.verify.recorder import LOCAL, Recorder, of_nest, of_parameters
+from lockstep.verify.recorder import LOCAL, Recorder, bits, of_parameters
 from lockstep.verify.ways import REFERENCE, Job
 
 Call = Callable[..., Any]
@@ -85,12 +85,13 @@ class ObservedTask:
             os.kill(os.getpid(), signal.SIGKILL)
         model = runner.replicas.model
         instruments.models[id(model)] = model
-        recorder.name_parameters(model)
+        for name, parameter in model.named_parameters():
+            recorder.names.setdefault(id(parameter), name)
         computation = recorder.computation
         read = getattr(task, "inputs", None)
         batch = given if read is None else _inputs(read, shard, runner)
         if batch is not None:
-            recorder.shard(computation, shard.index, data=of_nest(batch))
+            recorder.shard(computation, shard.index, data={name: bits(each) for name, each in named_tensors(batch)})
         reports = getattr(task, "reports", None)
         before = 0 if reports is None else len(reports)
         is_target = instruments.is_target(computation, shard.index)
@@ -282,12 +283,9 @@ class Instruments:
             self.models |= {id(model): model for model in models.values()}
         if not recorder.inside:
             # What was computed between two updates, such as an evaluation, is not a part of this one.
-            recorder.forget_shards()
-        recorder.inside += 1
-        try:
+            recorder.take_shards()
+        with temporarily(recorder, inside=recorder.inside + 1):
             result = original(updater)
-        finally:
-            recorder.inside -= 1
         training = updater._training  # noqa: SLF001 - the state of all updaters under its names
         if training.mode_was_changed:
             self.note(was_in_evaluation=True)
@@ -311,9 +309,8 @@ class Instruments:
             yield
         self.note_alive(found.calls)
 
-    def before_call(self, module: nn.Module, inputs: Any) -> None:
+    def before_call(self, module: nn.Module, _: Any) -> None:
         """Note a model that is called in training mode for an evaluation, without gradients and outside of updates."""
-        del inputs
         is_outside = LOCAL.shard is None and not self.recorder.inside and not torch.is_grad_enabled()
         if is_outside and module.training and id(module) in self.models and len(self.models) == 1:
             self.note_alive([f"{type(module).__name__} in training mode at {users_line()}"])
@@ -366,9 +363,8 @@ class Instruments:
         found = kind() if self.job.way == REFERENCE else ""
         self.recorder.write({"trace": {"calls": [] if log is None else log.calls, "kind": found}})
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Prepare the step of an optimizer."""
-        del args, kwargs
         if LOCAL.experiment:
             return
         is_target = self.is_target(None, None)
@@ -378,9 +374,8 @@ class Instruments:
         if is_target:
             stack.callback(lambda: self.write_trace(log, lambda: kind))
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the step of an optimizer that no updater calls."""
-        del args, kwargs
         if LOCAL.experiment:
             return
         if LOCAL.modes is not None:
@@ -406,15 +401,13 @@ def _rates(optimizers: Iterable[Optimizer]) -> list[float]:
     return [float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group]
 
 
-def _enter_module(module: nn.Module, inputs: Any) -> None:
+def _enter_module(module: nn.Module, _: Any) -> None:
     """Remember which module runs."""
-    del inputs
     LOCAL.modules = (*LOCAL.modules, f"a {type(module).__name__}")
 
 
-def _leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
+def _leave_module(*_: Any) -> None:
     """Forget the module that has run."""
-    del module, inputs, outputs
     LOCAL.modules = LOCAL.modules[:-1]
 
 

@@ -256,8 +256,7 @@ def _logged(model: nn.Module) -> Iterator[Calls]:
     """Write down what the modules of a model get and return."""
     calls: Calls = []
 
-    def write(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        del module
+    def write(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, made = ([each.detach().clone() for each in tensors(nest)] for nest in ((args, kwargs), output))
         calls.append((name, given, made))
 

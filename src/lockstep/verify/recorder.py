@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lockstep.digest import tensor_digest
-from lockstep.nest import named_tensors
 
 
 class Local(threading.local):
@@ -85,11 +84,6 @@ class Recorder:
         self.inside = 0
         self.names: dict[int, str] = {}
 
-    def name_parameters(self, model: nn.Module) -> None:
-        """Remember the names of a model's parameters, for optimizers that are stepped without an updater."""
-        for name, parameter in model.named_parameters():
-            self.names.setdefault(id(parameter), name)
-
     def source(self, owner: object) -> int:
         """Return the number of an updater or optimizer, in the order in which they began."""
         if id(owner) not in self._sources:
@@ -116,10 +110,11 @@ class Recorder:
         with self._lock:
             self._shards.setdefault(f"{computation}/{shard}", {}).update(measured)
 
-    def forget_shards(self) -> None:
-        """Forget the shards since the last update."""
+    def take_shards(self) -> dict[str, dict[str, Any]]:
+        """Return the shards since the last update, and forget them."""
         with self._lock:
-            self._shards, self.computation = {}, 0
+            shards, self._shards, self.computation = self._shards, {}, 0
+        return shards
 
     def update(
         self,
@@ -143,8 +138,6 @@ class Recorder:
         """
         source = self.source(owner)
         number = self._made[source] = self._made.get(source, 0) + 1
-        with self._lock:
-            shards, self._shards, self.computation = self._shards, {}, 0
         self.write(
             {
                 "source": source,
@@ -152,7 +145,7 @@ class Recorder:
                 "update": number,
                 "loss": None if loss is None else float(loss).hex(),
                 "tensors": {name: bits(tensor) for name, tensor in tensors.items()},
-                "shards": shards,
+                "shards": self.take_shards(),
                 "rates": list(rates),
             }
         )
@@ -164,11 +157,6 @@ class Recorder:
         """Write one line, and hand it to the system, which keeps it if the process is killed."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-
-def of_nest(nest: Any) -> dict[str, str]:
-    """Return the hashes of the tensors in a batch, by the expressions that lead to them."""
-    return {name: bits(tensor) for name, tensor in named_tensors(nest)}
 
 
 def of_parameters(

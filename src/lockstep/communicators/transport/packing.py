@@ -138,9 +138,10 @@ def gather_owned(channel: Channel, parts: Sequence[Sequence[torch.Tensor]]) -> N
     packets = [
         [[parts[rank][index].detach() for index in indices] for indices in plan] for rank, plan in enumerate(plans)
     ]
+    # A packet of several tensors is short, so that the memory for one that arrives may be filled in vain.
     own = [channel.reachable(pack(packet)) for packet in packets[channel.rank]]
     others = [rank for rank in range(channel.size) if rank != channel.rank]
-    arriving = [(channel.reachable(pack_into(packet)), rank, packet) for rank in others for packet in packets[rank]]
+    arriving = [(channel.reachable(pack(packet)), rank, packet) for rank in others for packet in packets[rank]]
     for device in {tensor.device for each in parts for tensor in each}:
         channel.connect(device)
     posted = PostedWork()
@@ -150,13 +151,6 @@ def gather_owned(channel: Channel, parts: Sequence[Sequence[torch.Tensor]]) -> N
     for flat, _, packet in arriving:
         unpack(flat, packet)
     channel.wait(posted.outgoing)
-
-
-def pack_into(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return memory for the elements of a packet that arrives: that of its only tensor, or new memory."""
-    if len(tensors) == 1:
-        return tensors[0].view(-1)
-    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
 @torch.no_grad()

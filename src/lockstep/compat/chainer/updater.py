@@ -16,17 +16,7 @@ from lockstep.arguments import look_up
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer, serialize
 from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale
 from lockstep.updaters import MAIN, Converter, UpdateResult, by_name
-
-
-def main_first(names: Mapping[str, object]) -> list[str]:
-    """Return names in their order, but with "main" first.
-
-    >>> main_first({"second": 1, "main": 0, "third": 2})
-    ['main', 'second', 'third']
-    """
-    return sorted(names, key=lambda name: name != MAIN)
 
 
 def check_replicas(replicas: Mapping[str, nn.Module]) -> None:
@@ -187,11 +177,10 @@ class ParallelUpdater(updaters.ParallelUpdater):
             iterator,
             optimizer,
             replicas[MAIN],
-            # The main device first, because `buffers="first"` takes the buffers of the first shard.
-            devices=[named_devices[name] for name in main_first(named_devices)],
+            devices=list(named_devices.values()),
             loss_fn=_on_replica(loss_func, replicas.values()),
             converter=converter,
-            loss_scale=_scale_of(main) if loss_scale is None else loss_scale,
+            loss_scale=main.loss_scale if loss_scale is None and isinstance(main, HookedOptimizer) else loss_scale,
             auto_new_epoch=auto_new_epoch,
             split="strided",
             reduction="sum",
@@ -284,7 +273,8 @@ def _parse_devices(devices: Mapping[str, Device] | None) -> dict[str, str | torc
     if devices is None:
         raise ValueError("`devices` must be given, a dict of devices by name with one named 'main', got None.")
     look_up(MAIN, devices)
-    return {name: _device(device) for name, device in devices.items()}
+    # The main device first, because `buffers="first"` takes the buffers of the first shard.
+    return {name: _device(devices[name]) for name in sorted(devices, key=lambda name: name != MAIN)}
 
 
 def _device(device: Device) -> str | torch.device:
@@ -302,8 +292,3 @@ def _on_replica(loss_func: Callable[..., Any] | None, models: Collection[nn.Modu
         return loss_func
     name = loss_func.__name__
     return lambda replica, *batch, **named: getattr(replica, name)(*batch, **named)
-
-
-def _scale_of(optimizer: Optimizer) -> LossScale | None:
-    """Return the scale that was set on an optimizer by `loss_scaling`, or None."""
-    return optimizer.loss_scale if isinstance(optimizer, HookedOptimizer) else None

@@ -56,9 +56,8 @@ UpdateFunction: TypeAlias = "Callable[[Key, Tensor, Tensor], object]"
 """A function of a key, the sum of the pushed tensors, and the value, which it changes in place."""
 
 
-def assign_sum(key: Key, summed: Tensor, value: Tensor) -> None:
+def assign_sum(_: Key, summed: Tensor, value: Tensor) -> None:
     """Set the value to the sum."""
-    del key
     value.copy_(summed.to_dense())
 
 
@@ -84,9 +83,8 @@ class OptimizerPerKey:
         # The parameter shares the memory of the value, so that a step changes the value.
         self.optimizers[key] = self._make([nn.Parameter(value)])
 
-    def __call__(self, key: Key, summed: Tensor, value: Tensor) -> None:
-        """Apply a step with the sum as gradient; the sum is changed in place."""
-        del value  # the parameter shares its memory
+    def __call__(self, key: Key, summed: Tensor, _: Tensor) -> None:
+        """Apply a step with the sum as gradient, which is changed in place, and so is the value, by the parameter."""
         optimizer = self.optimizers[key]
         ((parameter,),) = (group["params"] for group in optimizer.param_groups)
         parameter.grad = summed.mul_(self._rescale_grad)
@@ -250,7 +248,7 @@ class KVStore:
             if isinstance(self._updater, OptimizerPerKey):
                 self._updater.add(name, self._values[name])
 
-    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:  # noqa: ARG002 - nothing waits
         """Sum the tensors of all devices and processes, and update the values with the sums.
 
         Args:
@@ -264,7 +262,6 @@ class KVStore:
             ValueError: If a shape differs from that of the value.
             DisagreementError: If the processes push other keys, or the same ones in another order.
         """
-        del priority
         pushed = self._checked(key, value, "value")
         keys = [name for name, _ in pushed]
         for rank, others in enumerate(self._communicator.exchange_json(keys)):
@@ -281,7 +278,7 @@ class KVStore:
         for (name, _), summed in zip(pushed, sums, strict=True):
             self._updater(name, summed, self._values[name])
 
-    def pull(self, key: Keys, out: Values, priority: int = 0, ignore_sparse: bool = True) -> None:
+    def pull(self, key: Keys, out: Values, priority: int = 0, ignore_sparse: bool = True) -> None:  # noqa: ARG002 - as above
         """Copy values to tensors.
 
         Args:
@@ -294,7 +291,6 @@ class KVStore:
             OrderError: If a key has no value yet.
             ValueError: If a shape differs from that of the value, or a tensor is sparse.
         """
-        del priority, ignore_sparse
         for name, targets in self._checked(key, out, "out"):
             for target in targets:
                 target.detach().copy_(self._values[name])

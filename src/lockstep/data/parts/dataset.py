@@ -234,10 +234,9 @@ class Parts:
         check_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         check_number("slow_after", self.slow_after, above=0)
         # A number for this process and for each of its workers, which share the memory and write their own number only.
-        skips = self.on_bad_record == "skip"
-        self._skipped = torch.zeros(1 + MOST_WORKERS, dtype=torch.int64) if skips else None
-        if self._skipped is not None:
-            self._skipped.share_memory_()  # type: ignore[no-untyped-call]
+        self._skipped: torch.Tensor | None = None
+        if self.on_bad_record == "skip":
+            self._skipped = torch.zeros(1 + MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def num_skipped(self) -> int:

@@ -78,8 +78,7 @@ class IndexedFile(BlockPart):
             found: dict[str, Any] = indexed(self.index, key, lambda: self._find(file))
         return found
 
-    @property
-    def _num_samples(self) -> int:
+    def _count_samples(self) -> int:
         return int(self._index[self.counted])
 
     @abstractmethod
@@ -310,8 +309,7 @@ class Tokens(BlockPart):
             raise ValueError(f"{self.name} must have one dimension, got shape {tokens.shape}.")
         return tokens
 
-    @property
-    def _num_samples(self) -> int:
+    def _count_samples(self) -> int:
         return self._num_in(self._tokens())
 
     def _num_in(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
@@ -347,8 +345,7 @@ class Safetensors(BlockPart):
     def __init__(self, path: str | os.PathLike[str], *, block: int = 256) -> None:
         super().__init__(path, block)
 
-    @property
-    def _num_samples(self) -> int:
+    def _count_samples(self) -> int:
         with safe_open(self.name, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
         sizes = {shape[:1] for shape in shapes.values()}

@@ -73,15 +73,14 @@ class BlockPart(Part):
         """The name of the part."""
         return self._name
 
-    @property
     @abstractmethod
-    def _num_samples(self) -> int:
-        """The number of samples of the part."""
+    def _count_samples(self) -> int:
+        """Return the number of samples of the part."""
 
     @cached_property
     def lengths(self) -> Sequence[int]:
         """The number of samples of each block."""
-        num_samples = self._num_samples
+        num_samples = self._count_samples()
         return [min(self.block, num_samples - start) for start in range(0, num_samples, self.block)]
 
 

@@ -72,8 +72,7 @@ class StreamPart(BlockPart):
         found: dict[str, Any] = indexed(self.index, {"stream": self._name, "block": self.block}, self._count)
         return found
 
-    @property
-    def _num_samples(self) -> int:
+    def _count_samples(self) -> int:
         return int(self._index["samples"])
 
     def _count(self) -> dict[str, Any]:
