@@ -63,7 +63,7 @@ class NoMeans:
         node = _changing(value.grad_fn)
         name = _name(node)
         # What is computed from a single sample is its mean. As many numbers as there are samples may be those of tasks.
-        sizes = [*node._saved_self_sym_sizes] if name == "SumBackward" else []  # noqa: SLF001 - as above
+        sizes = [*node._saved_self_sym_sizes] if name == "SumBackward" else []  # noqa: SLF001 - autograd has no public names
         if num_samples > 1 and len(sizes) > 1 and sizes[0] == num_samples:
             return "a sum over them,"
         if name in {"MeanBackward", "DivBackward"} and num_samples > 1 and value.is_cpu and _selects(node, num_samples):
@@ -83,7 +83,8 @@ class NoMeans:
                 self.weights.add((batch, at, f"{total / (labels or 1):.5g}"))
                 if total != labels:
                     self.weighted = f"{start}{WEIGHTED}"
-                if len(self.weights) > len({each[:2] for each in self.weights}):
+                # Copied, because the threads of other devices add theirs.
+                if len(seen := self.weights.copy()) > len({each[:2] for each in seen}):
                     return f"{start}{WEIGHTED}"
         return ""
 
