@@ -205,10 +205,9 @@ def states(loss_fn: Any, models: Iterable[nn.Module], optimizers: Iterable[Optim
         models: The model and its replicas.
         optimizers: Optimizers, which may hold what their hooks collect.
     """
-    tensors = outside_tensors(loss_fn, models) | tensors_of_own(optimizers, models)
     return generator_states([loss_fn], models) | {
         f"`{name}`": checksum(each)
-        for name, each in tensors.items()
+        for name, each in (outside_tensors(loss_fn, models) | tensors_of_own(optimizers, models)).items()
         # A tensor whose memory was freed has no values.
         if not each.is_meta and (each.layout is not torch.strided or each.untyped_storage().nbytes())
     }

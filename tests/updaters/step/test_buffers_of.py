@@ -11,6 +11,7 @@ from torch import nn
 
 import lockstep as ls
 from tests.support.ranks import launch_on_ranks
+from tests.support.runs import finalized
 
 LATENT = 6
 UPDATES = 5
@@ -321,3 +322,19 @@ def test_what_a_step_function_leaves_out_is_warned_of_once(options: dict[str, An
     assert ["without apply_gradients(), so `clip_grad_norm` clips nothing" in text for text in texts] == [True] * (
         not applies and bool(options)
     )
+
+
+def test_a_gradient_that_is_only_looked_at_is_not_warned_of() -> None:
+    net = Norm()
+    updater = ls.ParallelUpdater(
+        [torch.randn(8, 6)],
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net,
+        devices=["cpu"],
+        step_fn=lambda updater, batch: updater.compute_gradients(batch),
+        loss_fn=lambda net, x: net(x).square().mean(),
+        clip_grad_norm=0.1,
+    )
+    with finalized(updater), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        updater.update()

@@ -358,8 +358,7 @@ class ForwardBackward:
             ]
         self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
         self._checked_backward = True
-        changed = dict.fromkeys(name for name, buffer, version in watched if buffer._version != version)
-        if changed:
+        if changed := dict.fromkeys(name for name, buffer, version in watched if buffer._version != version):
             warn(
                 f"Backward changes buffers of the model: {few([*changed])}. Those of the shards are combined after "
                 "forward, so these changes are lost. Change them in forward, or train with a ParallelUpdater, which "

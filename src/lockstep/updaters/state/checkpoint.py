@@ -6,7 +6,7 @@ Which parameters are frozen is a part of every saved state, and described in the
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeAlias
 
@@ -133,6 +133,14 @@ class Savepoint:
             if tensor not in self._tensors and not is_lazy(tensor):
                 self._tensors[tensor] = tensor.detach().clone()
 
+    def differs(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether any of some parameters or buffers has other values now.
+
+        Args:
+            tensors: The parameters or buffers.
+        """
+        return any(not torch.equal(each, self._tensors[each]) for each in tensors if each in self._tensors)
+
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything, bit for bit."""
@@ -159,10 +167,10 @@ def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Loading casts to the dtype of the parameter, in which float32 state would lose bits.
-    state = saved.get("state", {})  # a class may have other entries
     for index, parameter in enumerate(parameters):
-        if index in state:
-            optimizer.state[parameter] = state[index]
+        # A class may have other entries.
+        if index in saved.get("state", ()):
+            optimizer.state[parameter] = saved["state"][index]
 
 
 def copy_state(value: Any, device: str | None = None) -> Any:

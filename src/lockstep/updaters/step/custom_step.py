@@ -13,7 +13,7 @@ import torch
 from lockstep.arguments import look_up
 from lockstep.digest import seal
 from lockstep.errors import OrderError, warn
-from lockstep.precision import CurrentScale, asks_for_closure
+from lockstep.precision import CurrentScale, asks_for_closure, parameters_of
 from lockstep.streams import moved
 from lockstep.updaters.attempt.attempt import Attempt, Described, GradientRequest
 from lockstep.updaters.attempt.context import UpdateContext
@@ -129,7 +129,7 @@ class CustomStep:
                 # A batch may have been used without a gradient of it, so all batches are compared here as well.
                 position = {"update": training.iteration, "computation": "end"}
                 self._coordinator.agree(position, state.described, context.interrupts)
-            self._warn_of_own_steps()
+            self._warn_of_own_steps(savepoint)
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             # A second Ctrl-C must not interrupt the restoring.
@@ -144,11 +144,12 @@ class CustomStep:
             self.state, self._pending = None, {}
         return state.result(scale, training.optimizers)
 
-    def _warn_of_own_steps(self) -> None:
-        """Warn of gradients that no `apply_gradients` has used where it would do more than step."""
+    def _warn_of_own_steps(self, savepoint: Savepoint) -> None:
+        """Warn of steps without `apply_gradients` where it would do more than step."""
         names = sorted({name for pending in self._pending for name in pending})
         does_more = self._training.schedulers or self._engine.recipe.clip_grad_norm is not None
-        if names and does_more and self._engine.is_first:
+        stepped = (each for name in names for each in parameters_of(self._training.optimizers[name]))
+        if names and does_more and self._engine.is_first and savepoint.differs(stepped):
             warn(
                 f"The step function has computed gradients for {names} without apply_gradients(), so `clip_grad_norm` "
                 "clips nothing and `scheduler` does not step. Call apply_gradients() instead of the optimizer's step, "
