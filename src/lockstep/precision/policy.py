@@ -404,7 +404,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Round the master weights to the parameters, with one kernel per device and dtype."""
+        """Round the master weights to the parameters; where all are of one device and dtype, with one kernel."""
         if self._masters:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
