@@ -55,7 +55,7 @@ class Plot(Extension):
     def __post_init__(self) -> None:
         check_installed("matplotlib", extra="plot", user=type(self).__name__)
         self._next = 0.0
-        self._is_inline = self._is_shown = False
+        self._image, self._is_shown = "", False
 
     @abstractmethod
     def plot(self, trainer: Trainer) -> Figure | None:
@@ -68,7 +68,7 @@ class Plot(Extension):
     def initialize(self, trainer: Trainer) -> None:
         """Check the file, if it exists, and prepare one image for each run, below the cell that runs it."""
         SideFile(trainer.out, self.filename).check()
-        self._is_inline, self._is_shown = in_notebook(), False
+        self._image, self._is_shown = f"lockstep-{id(self)}-{time.time_ns()}" if in_notebook() else "", False
 
     def __call__(self, trainer: Trainer) -> None:
         """Draw the image, unless the last one is too recent."""
@@ -83,7 +83,7 @@ class Plot(Extension):
         figure = self.plot(trainer)
         if figure is not None:
             save_figure(figure, SideFile(trainer.out, self.filename))
-            if self._is_inline:
+            if self._image:
                 self._show(figure)
         end = time.perf_counter()
         self._next = end + (end - start) / MAX_TIME_FRACTION
@@ -94,7 +94,7 @@ class Plot(Extension):
 
         image = BytesIO()
         figure.savefig(image, format="png")
-        display(Image(image.getvalue()), display_id=f"lockstep-{id(self)}", update=self._is_shown)
+        display(Image(image.getvalue()), display_id=self._image, update=self._is_shown)
         self._is_shown = True
 
 
