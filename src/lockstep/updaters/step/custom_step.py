@@ -146,10 +146,10 @@ class CustomStep:
 
     def _warn_of_own_steps(self, savepoint: Savepoint) -> None:
         """Warn of steps without `apply_gradients` where it would do more than step."""
-        names = sorted({name for pending in self._pending for name in pending})
+        names = sorted({name for pending in self._pending for name in pending}) if self._engine.is_first else []
         does_more = self._training.schedulers or self._engine.recipe.clip_grad_norm is not None
         stepped = (each for name in names for each in parameters_of(self._training.optimizers[name]))
-        if names and does_more and self._engine.is_first and savepoint.differs(stepped):
+        if names and does_more and savepoint.differs(stepped):
             warn(
                 f"The step function has computed gradients for {names} without apply_gradients(), so `clip_grad_norm` "
                 "clips nothing and `scheduler` does not step. Call apply_gradients() instead of the optimizer's step, "
