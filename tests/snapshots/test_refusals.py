@@ -277,6 +277,55 @@ def test_an_accepted_field_keeps_the_value_of_the_run(field: str, saved: Path) -
     made.finalize()
 
 
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler]] = {
+    "cosine": torch.optim.lr_scheduler.CosineAnnealingLR,
+    "polynomial": torch.optim.lr_scheduler.PolynomialLR,
+    "steps": lambda each, total: torch.optim.lr_scheduler.StepLR(each, total // 2),
+    "sequence": lambda each, total: torch.optim.lr_scheduler.SequentialLR(
+        each,
+        [
+            torch.optim.lr_scheduler.LinearLR(each, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.CosineAnnealingLR(each, total - 2),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.5])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_an_accepted_schedule_goes_on_as_that_of_the_script(kind: str, lr: float, tmp_path: Path) -> None:
+    def trained(lr: float, total: int, updates: int, source: Path | None = None) -> tuple[ls.ParallelUpdater, list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        made = ls.ParallelUpdater(
+            [torch.ones(4, 3)] * 8,
+            optimizer,
+            model,
+            devices=["cpu"],
+            loss_fn=lambda model, x: model(x).square().mean(),
+            scheduler=SCHEDULES[kind](optimizer, total),
+        )
+        if source is not None:
+            with pytest.raises(ls.StateError, match="by accept=") as raised:
+                ls.snapshots.restore(made, source)
+            accept = re.findall(r"'([\w.]+)'", str(raised.value).partition("accept=")[2])
+            ls.snapshots.restore(made, source, accept=accept)
+        rates = [optimizer.param_groups[0]["lr"]]
+        for _ in range(updates):
+            made.update()
+            rates.append(optimizer.param_groups[0]["lr"])
+        made.finalize()
+        return made, rates
+
+    before, _ = trained(0.1, 4, 4)
+    ls.snapshots.save(before, tmp_path / "saved")
+    _, rates = trained(lr, 8, 4, tmp_path / "saved")
+    _, whole = trained(lr, 8, 8)
+    assert rates == whole[4:]
+
+
 def test_unknown_fields_are_refused(saved: Path) -> None:
     made = updater()
     with pytest.raises(

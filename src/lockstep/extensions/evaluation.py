@@ -18,10 +18,9 @@ from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
 from lockstep.prediction import DataPass, in_held_precision
-from lockstep.replicas import Draws, uncompiled
+from lockstep.replicas import Computed, Draws, find_no_means, uncompiled, with_means
 from lockstep.stopping import STOP
 from lockstep.updaters import (
-    Computed,
     Converter,
     InferenceRunner,
     Loss,
@@ -30,7 +29,6 @@ from lockstep.updaters import (
     ShardResult,
     UpdateResult,
     check_loss,
-    find_no_means,
     is_summed,
     loss_weight,
     metric_pairs,
@@ -186,11 +184,12 @@ class Evaluation:
                 draws.end()
             return returned
 
-        def compute(draws: Draws) -> list[Computed]:
-            results = self.runner.run_parts(shard, result.given, partial(compute_part, draws), self._pass.observers)
-            return [Computed.of_report(self._report(each, each.returned)) for each in results]
+        def compute(draws: Draws, number: int) -> list[Computed]:
+            part, observers = partial(compute_part, draws), self._pass.observers
+            results = self.runner.run_parts(shard, result.given, number, part, observers)
+            return [_computed(self._report(each, each.returned)) for each in results]
 
-        differs, reported = find_no_means(compute, self.runner.replicas.devices[0])
+        differs, reported = find_no_means(compute, len(shard.samples), self.runner.replicas.devices[0])
         found = {name: f"The reported value {name!r} is {what}" for name, what in reported.items()}
         # The sums of shards are added.
         found |= {"loss": f"`loss_fn` returns {differs}"} if differs and not is_summed(loss_fn) else {}
@@ -271,6 +270,13 @@ class Evaluation:
             for name, mean in (result.loss_and_metrics() if has_loss else result.metrics).items():
                 averages.setdefault(name, Average()).update(mean)
         return {name: average.compute() for name, average in averages.items()}
+
+
+def _computed(report: ShardReport | None) -> Computed:
+    """Return the loss and the values of a shard; None is one without weight."""
+    if report is None:
+        return Computed(0.0, 0.0, torch.zeros(0), {})
+    return with_means(Computed(report.loss.item(), report.weight, torch.zeros(0), report.metrics), {})
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:

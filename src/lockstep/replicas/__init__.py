@@ -41,6 +41,7 @@ from lockstep.replicas.memory import (
 from lockstep.replicas.modules.data_parallel import DataParallel as DataParallel
 from lockstep.replicas.modules.on_device import ModuleWrapper as ModuleWrapper, OnDevice as OnDevice
 from lockstep.replicas.monitor import Monitor as Monitor
+from lockstep.replicas.passes.forward_check import CAUSES as CAUSES
 from lockstep.replicas.passes.leaks import (
     check_leaves as check_leaves,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
@@ -50,6 +51,13 @@ from lockstep.replicas.passes.leaks import (
     refusing_writes as refusing_writes,
 )
 from lockstep.replicas.passes.means import REDUCED_BY_MEAN as REDUCED_BY_MEAN, NoMeans as NoMeans
+from lockstep.replicas.passes.parts import (
+    Computed as Computed,
+    find_no_means as find_no_means,
+    gradient_share as gradient_share,
+    with_means as with_means,
+    without_batch_statistics as without_batch_statistics,
+)
 from lockstep.replicas.passes.shard_runner import (
     ShardRunner as ShardRunner,
     create_runner as create_runner,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -12,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.communicators import kernel_class
 from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable, warn
@@ -378,8 +381,44 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
         groups = optimizer.get("optimizer", optimizer)["param_groups"]
         _keep_own_options(groups, updater.get_optimizer(name), _named(name, "optimizer."), accepted)
     for name, scheduler in state.get("schedulers", {}).items():
-        kept = own["schedulers"][name]
-        scheduler.update({key: kept[key] for key in scheduler if _named(name, f"scheduler.{key}") in accepted})
+        start, kept = _named(name, "scheduler"), own["schedulers"][name]
+        scheduler.update({key: kept[key] for key in scheduler if f"{start}.{key}" in accepted})
+        rates = (each for each in accepted if each.startswith(_named(name, "optimizer.")) and each.endswith(".lr"))
+        if any(each.startswith(start) for each in accepted) or any(rates):
+            optimizer = state["optimizers"][name]
+            saved = optimizer.get("optimizer", optimizer)["param_groups"]
+            made = updater.get_all_schedulers()[name]
+            state["schedulers"][name] = _scheduled(made, scheduler, updater.get_optimizer(name).param_groups, saved)
+
+
+def _scheduled(
+    made: LRScheduler, saved: dict[str, Any], groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the state of a scheduler of this run after as many steps as a saved one has made.
+
+    Args:
+        made: The scheduler, which is left as it is.
+        saved: The state of the saved one, returned where values come from what was measured, or no step is missing.
+        groups: The parameter groups that the scheduler changes; they are left as they are.
+        saved_groups: The saved ones, which receive what the schedule sets.
+    """
+    before, options = deepcopy(made.state_dict()), [dict(each) for each in groups]
+    steps = saved.get("last_epoch", 0) - before.get("last_epoch", 0)
+    if isinstance(made, ReduceLROnPlateau) or steps <= 0:
+        return saved
+    try:
+        with warnings.catch_warnings():
+            # The scheduler steps without its optimizer.
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                made.step()
+        for group, now, first in zip(saved_groups, groups, options, strict=True):
+            group |= {key: deepcopy(now[key]) for key in now if key != "params" and now[key] != first[key]}
+        return deepcopy(made.state_dict())
+    finally:
+        for group, first in zip(groups, options, strict=True):
+            group.update(first)
+        made.load_state_dict(before)
 
 
 def _keep_own_options(

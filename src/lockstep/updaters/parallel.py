@@ -375,6 +375,10 @@ class ParallelUpdater(Updater):
         """Return all models by name, in a new dict."""
         return dict(self._training.models)
 
+    def get_all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+        """Return the schedulers that step with applied updates, by the names of their optimizers, in a new dict."""
+        return dict(self._training.schedulers)
+
     @property
     def shares_state(self) -> bool:
         """Whether optimizers are shared out over the processes; see `Updater.shares_state`."""

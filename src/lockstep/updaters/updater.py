@@ -116,6 +116,10 @@ class Updater(KnowsOthers, ABC):
     def get_all_models(self) -> dict[str, torch.nn.Module]:
         """Return all models by name, in a new dict; of each the one that holds the weights."""
 
+    def get_all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+        """Return the learning-rate schedulers that it steps, by the names of their optimizers; by default none."""
+        return {}
+
     def connect_trainer(self, trainer: Any) -> None:
         """Receive the trainer at the end of its construction; by default, do nothing.
 

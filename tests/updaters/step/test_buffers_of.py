@@ -324,17 +324,52 @@ def test_what_a_step_function_leaves_out_is_warned_of_once(options: dict[str, An
     )
 
 
-def test_a_gradient_that_is_only_looked_at_is_not_warned_of() -> None:
+def thrice(updater: ls.ParallelUpdater) -> None:
+    for _ in range(3):
+        updater.update()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_gradient_without_a_step_is_told_once(clip: float | None) -> None:
+    net = Norm()
+    updater = ls.ParallelUpdater(
+        [torch.randn(8, 6)] * 3,
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net,
+        devices=["cpu"],
+        step_fn=lambda updater, batch: updater.compute_gradients(batch),
+        loss_fn=lambda net, x: net(x).square().mean(),
+        clip_grad_norm=clip,
+    )
+    with finalized(updater), pytest.warns(UserWarning, match="without a step, so nothing of it was trained") as said:
+        thrice(updater)
+    assert len(said) == 1
+
+
+def test_a_loop_that_was_pasted_into_a_step_function_is_told_once() -> None:
+    net = Norm()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def step(_: ls.ParallelUpdater, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+    updater = ls.ParallelUpdater([torch.randn(8, 6)] * 3, optimizer, net, devices=["cpu"], step_fn=step)
+    with finalized(updater), pytest.warns(UserWarning, match=r"changed parameters without compute_gradients") as said:
+        thrice(updater)
+    assert len(said) == 1
+
+
+def test_accumulation_is_refused_where_gradients_are_computed_by_batch() -> None:
     net = Norm()
     updater = ls.ParallelUpdater(
         [torch.randn(8, 6)],
         torch.optim.SGD(net.parameters(), lr=0.01),
         net,
         devices=["cpu"],
-        step_fn=lambda updater, batch: updater.compute_gradients(batch),
+        accumulate=2,
         loss_fn=lambda net, x: net(x).square().mean(),
-        clip_grad_norm=0.1,
     )
-    with finalized(updater), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        updater.update()
+    with finalized(updater), pytest.raises(ValueError, match=r"`accumulate` must be 1 where `compute_gradients` .* 2"):
+        updater.compute_gradients(torch.randn(8, 6))

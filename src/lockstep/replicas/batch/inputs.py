@@ -361,7 +361,10 @@ def count_samples(
         elif tensor.shape[dim] != length:
             rule = f"must hold as many samples as `{first}` ({length})"
             shape = f"got {tensor.shape[dim]} in a tensor of shape {tuple(tensor.shape)}"
-            raise ValueError(f"`{path}` {rule} along dimension {dim}, {shape}. `batch_dim` says which one counts them.")
+            raise ValueError(
+                f"`{path}` {rule} along dimension {dim}, {shape}. `batch_dim` says which one counts "
+                "them, or `dim` of a DataParallel."
+            )
     if length < 0 and paths:
         raise ValueError(
             f"`{argument}` must hold an input that is split over devices, got only inputs that are given whole. "

@@ -85,7 +85,17 @@ class Outputs:
             for each in selected:
                 tensor = each.tensors[index]
                 parts.append(tensor if attached else tensor.detach())
-            merged.append(_merge(parts, dim, selected, device))
+            try:
+                merged.append(_merge(parts, dim, selected, device))
+            except RuntimeError as error:
+                shapes = dict.fromkeys(tuple(each.shape) for each in parts)
+                if len(parts) == 1 or dim is None or len({each[:dim] + each[dim + 1 :] for each in shapes}) == 1:
+                    raise
+                raise ValueError(
+                    f"`{self.names[index]}` must have the same sizes for all shards apart from dimension {dim}, got "
+                    f"shapes {', '.join(map(str, shapes))}. Pad to one length for the whole batch, as with "
+                    "pad_packed_sequence(..., total_length=...)."
+                ) from error
         return merged
 
     def by_device(
@@ -193,19 +203,20 @@ def _check_same_structure(results: Sequence[ShardForward]) -> None:
             )
 
 
-def _structure(returned: Any) -> Any:
+def _structure(returned: Any, path: str = "output") -> Any:
     """Return the containers, keys and plain values that a model returned, with a marker for each tensor."""
     if isinstance(returned, torch.Tensor):
         return torch.Tensor
-    parts = nest.named_parts(returned, "")
+    parts = nest.named_parts(returned, path)
     if parts is not None:
-        return type(returned), [(name, _structure(part)) for name, part in parts]
+        return type(returned), [(name, _structure(part, name)) for name, part in parts]
     if returned is None or isinstance(returned, PLAIN_TYPES):
         # By text, in which a NaN is equal to another one.
         return repr(returned)
     raise TypeError(
-        "`model` must return tensors and plain values in tuples, lists, dicts and dataclasses, "
-        f"got a {type(returned).__name__}."
+        "`model` must return tensors and plain values in tuples, lists, dicts and dataclasses, got a "
+        f"{type(returned).__name__} as `{path}`. Leave it out, as by use_cache=False for the cache of a model of "
+        "transformers."
     )
 
 

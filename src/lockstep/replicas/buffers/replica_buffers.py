@@ -113,9 +113,9 @@ class ReplicaBuffers:
     def restore(self) -> None:
         """Reset the buffers of the replica to those of the original, writing only buffers that may have changed."""
         for ref, own in self.entries:
-            if (left := ref.get()) is not own:
-                if own is None and len(self._dropped) < MOST_DROPPED:
-                    self._note_dropped(ref, left)
+            if ref.get() is not own:
+                if own is None:
+                    self._note_dropped(ref)
                 ref.set(own)
         # Writing only stale buffers saves kernels, and keeps the version counters of the others.
         stale = [
@@ -131,9 +131,10 @@ class ReplicaBuffers:
         # A shard that fails never gets to `collect`, so its buffers count as changed until then.
         self._unchanged = [False] * len(self._refs)
 
-    def _note_dropped(self, ref: BufferRef, value: torch.Tensor | None) -> None:
+    def _note_dropped(self, ref: BufferRef) -> None:
         """Warn if shards assign different values to a buffer that is None, which is no cache of what all know then."""
-        if type(value) is not torch.Tensor or not value.is_floating_point():
+        value = ref.get()
+        if len(self._dropped) >= MOST_DROPPED or type(value) is not torch.Tensor or not value.is_floating_point():
             return
         same = [each for path, shape, each in self._dropped if path == ref.path and shape == value.shape]
         self._dropped.append((ref.path, value.shape, checksum(value)))
@@ -166,6 +167,8 @@ class ReplicaBuffers:
                 # Forward may write in place to a non-leaf tensor, as it may to the original, but not to a leaf.
                 fresh[id(self._own[index])] = leaf.clone()
         for ref, own in self.entries:
+            if own is None:
+                self._note_dropped(ref)
             ref.set(fresh.get(id(own), own))
         return leaves
 

@@ -22,7 +22,7 @@ from lockstep.replicas.group.parameters import share_parameters, write_parameter
 from lockstep.replicas.group.signature import Description, Signature
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward, shards_of_batch
-from lockstep.replicas.passes.means import warn_of_values_of_shards
+from lockstep.replicas.passes.forward_check import warn_of_dependence
 from lockstep.replicas.pool.copies import REQUIRES_GRAD
 from lockstep.replicas.pool.devices import Devices
 from lockstep.replicas.pool.interrupts import CallSigint
@@ -175,7 +175,6 @@ class ReplicaGroup(ReplicaSet):
         self._input_modes = read_input_modes(input_grads, grad_mode)
         self._forward: Forward | None = None
         self._merged: list[torch.Tensor] = []
-        self._has_checked_loss = False
         self._input_gradients: InputGradients | None = None
         self._modes = read_grad_modes(model, grad_mode, fixed)
         self.frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
@@ -304,10 +303,9 @@ class ReplicaGroup(ReplicaSet):
             raise OrderError("A group created with training=False has no gradients. Create one with training=True.")
         forward = self._forward or self._last_forward()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
-        if output_grads is None and not self._has_checked_loss:
-            self._has_checked_loss = True
-            warn_of_values_of_shards(
-                forward.outputs,
+        if forward.dependent:
+            warn_of_dependence(
+                forward.dependent,
                 grads,
                 "`output_grads` must be given unless the model returns the mean over its samples as the loss, but it",
                 "Return one loss for each sample, and pass their gradients: ones for the sum.",

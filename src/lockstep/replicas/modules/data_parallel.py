@@ -36,7 +36,7 @@ from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes.forward_backward import Forward, ForwardBackward
-from lockstep.replicas.passes.means import warn_of_values_of_shards
+from lockstep.replicas.passes.forward_check import warn_of_dependence
 from lockstep.replicas.pool.devices import Devices, parse_device
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.replicas.pool.settings import CHECKPOINT, identity, module_of_hooks
@@ -149,12 +149,14 @@ class BackwardBridge:
         """
         if self.flat is not None:
             self.flat.gather_gradients()
-        warn_of_values_of_shards(
-            self.forward.outputs,
-            output_grads,
-            "`module` must return one value for each sample or their mean, but it",
-            "Compute the loss outside of the DataParallel, or return one loss for each sample and reduce them there.",
-        )
+        if self.forward.dependent:
+            warn_of_dependence(
+                self.forward.dependent,
+                output_grads,
+                "`module` must return one value for each sample or their mean, but it",
+                "Compute the loss, and what else compares samples, outside of the DataParallel, or return one loss for "
+                "each sample and reduce them there.",
+            )
         backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
         # `backward` is not used again, so its sums can be added to in place.
         totals = backward.total(keep=False) or [None] * len(self.parameters)

@@ -21,6 +21,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import plan
+from lockstep.digest import checksums
 from lockstep.errors import OrderError, RandomStreamWarning, few, warn
 from lockstep.metrics import collecting
 from lockstep.plan import Shard
@@ -29,12 +30,15 @@ from lockstep.replicas.batch.outputs import Outputs, ShardForward, read_outputs
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, buffer_refs, check_rules, trained_buffers
 from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_buffers
 from lockstep.replicas.buffers.replica_buffers import check_buffers, warn_of_means
+from lockstep.replicas.passes.forward_check import ForwardCheck, warn_of_lists
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs, refusing_writes
 from lockstep.replicas.passes.shard_runner import (
+    Around,
     BackwardTask,
     ForwardTask,
     ShardHooks,
     ShardRunner,
+    create_runner,
     create_runners,
     mode_of,
 )
@@ -47,6 +51,9 @@ from lockstep.streams import DRAWS, moved, python_states
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")
+
+CHECKED: Final = 2
+"""The number of first training forwards that are checked."""
 
 
 @dataclass(slots=True)
@@ -79,6 +86,8 @@ class Forward:
     results: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
     """The outputs of the shards, ready to be merged."""
+    dependent: dict[int, str] = field(default_factory=dict)
+    """What outputs are that are seen to depend on how the batch is split, by their indices."""
 
 
 @dataclass(slots=True)
@@ -136,7 +145,8 @@ class ForwardBackward:
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
         self._buffer_refs: list[BufferRef] = []
-        self._checked_for_leaks = self._checked_buffers = self._checked_forward = self._checked_backward = False
+        self._checked_for_leaks = self._checked_buffers = self._checked_backward = False
+        self._unchecked = CHECKED
         self.shard_hooks: ShardHooks | None = None
         """The hooks that run around the forward and the backward of each shard, or None, which costs nothing."""
 
@@ -188,12 +198,15 @@ class ForwardBackward:
             )
 
             run = partial(self._forward, forward, interrupts)
-            checks = not self._checked_forward and forward.has_graph and self._trains(forward)
-            before = python_states() if checks else {}
+            collector = collecting.current()
+            # An updater whose loss function runs this checks for itself.
+            checks = bool(self._unchecked and forward.has_graph and forward.trained_tensors) and collector is None
+            checks = checks and self._trains(forward)
+            given, before = (_seals(inputs), python_states()) if checks else ([], {})
             with refusing_writes(self.replicas) if checks else nullcontext():
                 sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
-            self._checked_forward |= checks
-            if checks and (names := moved(before, python_states())):
+            names = moved(before, python_states()) if checks else []
+            if names:
                 warn(DRAWS.format("The model draws", " and ".join(names)), RandomStreamWarning)
             in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
@@ -205,8 +218,17 @@ class ForwardBackward:
                 check_no_leaked_graphs(in_order[0].tensors, replica, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
+            if checks:
+                if self._unchecked == CHECKED and len(in_order) > 1:
+                    warn_of_lists(inputs)
+                self._unchecked = 0 if names else self._unchecked - 1
+                # In the second one, because what a replica stores decides later; where there may be a loss, in the
+                # first one, too. What writes to its inputs returns something else for them the next time.
+                is_due = not (self._unchecked or names) or None in forward.outputs.dims
+                if is_due and len(in_order) > 1 and given == _seals(inputs):
+                    forward.dependent = self._check(forward, interrupts)
+                    self._unchecked *= not forward.dependent
             # Inside of a shard that is split further here, what its parts report counts as one report.
-            collector = collecting.current()
             if collector is not None:
                 collector.add([each.reports for each in in_order])
             # Last, after everything that can fail: buffers are the only state of the model that a forward changes.
@@ -285,7 +307,8 @@ class ForwardBackward:
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
         self._buffer_refs = buffer_refs(model, self._rules)
-        self._checked_for_leaks = self._checked_buffers = self._checked_forward = self._checked_backward = False
+        self._checked_for_leaks = self._checked_buffers = self._checked_backward = False
+        self._unchecked = CHECKED
         self._runners = create_runners(self.replicas, self._rules)
 
     def _forward(self, forward: Forward, interrupts: CallSigint, *, parallel: bool) -> list[BufferSum]:
@@ -303,7 +326,7 @@ class ForwardBackward:
             ForwardTask(
                 forward.inputs,
                 forward.training,
-                self.shard_hooks,
+                None if self.shard_hooks is None else self.shard_hooks.forward,
                 interruptible,
                 settings.grad,
                 runner.buffers.start_shards(shards[0].index if shards else 0),
@@ -321,6 +344,30 @@ class ForwardBackward:
         forward.results = [task.results for task in tasks]
         return [task.buffer_sum for task in tasks]
 
+    def _check(self, forward: Forward, interrupts: CallSigint) -> dict[int, str]:
+        """Check a forward by a new copy of the model; return what outputs depend on how the batch is split."""
+        place = max(range(len(forward.results)), key=lambda each: len(forward.results[each]))
+        runner = create_runner(self.replicas, place, self.replicas.new_replica(place), self._rules)
+        # The parts of the caller's graph are those of the shards.
+        inputs, settings = replace(forward.inputs, attached=None), forward.settings
+
+        def run(shards: Sequence[Shard], around: Around | None) -> list[ShardForward]:
+            def compute(*, parallel: bool) -> list[ShardForward]:
+                sums, indices = runner.buffers.start_shards(shards[0].index), forward.trained_buffer_indices
+                waiting = interrupts.interruptible
+                task = ForwardTask(inputs, forward.training, around, waiting, settings.grad, sums, None, indices)
+
+                def work(at: int) -> None:
+                    runner.run([(each, each) for each in shards if at == place], task, self._streams)
+
+                self.replicas.run(work, settings=settings, parallel=parallel, waiting=waiting)
+                return task.results
+
+            return self._streams.run(compute, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
+
+        check = ForwardCheck(runner, run, forward.outputs)
+        return check.check(forward.results[place][-1], forward.runners[place].buffers.left())
+
     def _backward(
         self,
         forward: Forward,
@@ -334,10 +381,11 @@ class ForwardBackward:
         """Run backward on all devices from a calling thread that has the right settings."""
         interruptible = interrupts.interruptible
         grads_of = partial(forward.outputs.shard_grads, grads=output_grads)
+        around = None if self.shard_hooks is None else self.shard_hooks.backward
         tasks: list[BackwardTask] = []
         for results in forward.results:
             sums = ShardSum(results[0].shard.index if results else 0)
-            tasks.append(BackwardTask(grads_of, forward.training, self.shard_hooks, interruptible, retain_graph, sums))
+            tasks.append(BackwardTask(grads_of, forward.training, around, interruptible, retain_graph, sums))
 
         def work(place: int) -> None:
             results = forward.results[place]
@@ -394,6 +442,11 @@ def shards_of_batch(num_samples: int, num_shards: int | None, workloads: tuple[f
 def _single_thread_settings(grad: bool, inference: bool) -> ThreadSettings:
     """Return the settings of a thread whose work runs in no other thread."""
     return replace(SINGLE_THREAD, grad=grad, inference=inference)
+
+
+def _seals(inputs: Inputs) -> list[int]:
+    """Return the checksums of inputs."""
+    return checksums(each for each in inputs.tensors if each.layout is torch.strided and not each.is_meta)
 
 
 def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:

@@ -6,14 +6,10 @@ gradient then depends on the number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-
-from lockstep.errors import warn
-from lockstep.replicas.batch.outputs import Outputs
 
 REDUCED_BY_SUM: Final = 2
 """The number by which PyTorch knows ``reduction="sum"``."""
@@ -87,30 +83,6 @@ class NoMeans:
                 if len(seen := self.weights.copy()) > len({each[:2] for each in seen}):
                     return f"{start}{WEIGHTED}"
         return ""
-
-
-def warn_of_values_of_shards(outputs: Outputs, grads: Sequence[torch.Tensor | None], rule: str, cure: str) -> None:
-    """Warn of outputs that are one value for a batch of several shards and are seen to be no mean over its samples.
-
-    Args:
-        outputs: The outputs of the forward, with their graphs.
-        grads: The gradient of each output, or None for one that takes no part in backward.
-        rule: The beginning of the warning, which ends before what the model returns.
-        cure: Its end, a sentence.
-    """
-    wanted = [
-        index
-        for index, (dim, grad) in enumerate(zip(outputs.dims, grads, strict=True))
-        if dim is None and grad is not None and len(outputs.results) > 1
-    ]
-    found = set[str]()
-    for at in wanted:
-        seen = NoMeans()
-        for each in outputs.results:
-            seen.note(each.tensors[at], len(each.shard.samples), each.shard.batch)
-        found |= seen.found
-    for what in sorted(found):
-        warn(f"{rule} returns {what} so that the gradient depends on how the batch is split. {cure}")
 
 
 def _selects(node: Any, num_samples: int) -> bool:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -240,6 +240,10 @@ class ShardHooks(Protocol):
         """
 
 
+Around: TypeAlias = Callable[[int, Shard, nn.Module], AbstractContextManager[object]]
+"""One of the `ShardHooks`."""
+
+
 def mode_of(model: nn.Module, *, training: bool | None) -> bool | None:
     """Return whether all modules run in training mode, or None for the modes of the model.
 
@@ -281,7 +285,7 @@ class ForwardTask:
     Attributes:
         inputs: The inputs to split.
         training: The mode of all modules, or None for that of the model.
-        hooks: The hooks around each forward, or None.
+        around: Returns a context manager to enter around a forward, as `ShardHooks.forward`; None for none.
         interruptible: A context manager to enter while the model runs, during which an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
         buffer_sum: The sum of the changes that shards made to the buffers.
@@ -292,7 +296,7 @@ class ForwardTask:
 
     inputs: Inputs
     training: bool | None
-    hooks: ShardHooks | None
+    around: Around | None
     interruptible: AbstractContextManager[None]
     keeps_graph: bool
     buffer_sum: BufferSum
@@ -317,7 +321,7 @@ class ForwardTask:
             runner.buffers.restore()
         with (
             NULL_CONTEXT if self.training is None else in_mode(replica, training=self.training),
-            NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
+            NULL_CONTEXT if self.around is None else self.around(runner.place, shard, replica),
             NULL_CONTEXT if self.observers is None else collecting(self.observers, len(shard.samples)) as reported,
         ):
             try:
@@ -347,7 +351,7 @@ class BackwardTask:
     Attributes:
         output_grads: A function that returns the gradient of each tensor that a shard returned, on its device, or None.
         training: The mode of all modules, in case backward runs forward again, or None for that of the model.
-        hooks: The hooks around each backward, or None.
+        around: Returns a context manager to enter around a backward, as `ShardHooks.backward`; None for none.
         interruptible: A context manager to enter while backward runs, during which an interrupt may be raised.
         retain_graph: Whether backward can be run again.
         sums: The sum of the gradients of parameters and trained buffers, with those in half precision as float32.
@@ -356,7 +360,7 @@ class BackwardTask:
 
     output_grads: Callable[[ShardForward], Tensors]
     training: bool | None
-    hooks: ShardHooks | None
+    around: Around | None
     interruptible: AbstractContextManager[None]
     retain_graph: bool
     sums: ShardSum
@@ -374,7 +378,7 @@ class BackwardTask:
         replica = runner.replica
         with (
             NULL_CONTEXT if self.training is None else in_mode(replica, training=self.training),
-            NULL_CONTEXT if self.hooks is None else self.hooks.backward(runner.place, shard, replica),
+            NULL_CONTEXT if self.around is None else self.around(runner.place, shard, replica),
         ):
             # Activation checkpointing draws again what forward drew, and a custom backward may draw too.
             if given.stream_position is not None:

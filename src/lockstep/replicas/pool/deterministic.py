@@ -133,8 +133,14 @@ def cure_of(error: Exception) -> str:
     if "backward through the graph a second time" in message:
         return (
             " In lockstep this is a tensor of another shard, if a forward hook or the loss function keeps outputs in a "
-            "dict, list or variable that all devices share. Keep them in an attribute of the module: each device has a "
-            "copy of it."
+            "dict, list or variable that all devices share: keep them in an attribute of the module, of which each "
+            "device has a copy. Or it is one of an earlier batch, if a module keeps it, such as a hidden state: detach "
+            "it, begin with a new one in every forward, or pass the states as `carried`."
+        )
+    if "modified by an inplace operation" in message or "leaf Variable that requires grad is being used" in message:
+        return (
+            " In lockstep the inputs of a shard are a part of those of the batch. A model whose first operation "
+            "changes them in place, such as ReLU(inplace=True) or `x *= 2`, must create a new tensor: `x = x * 2`."
         )
     if isinstance(error, torch.AcceleratorError):
         return (

@@ -17,7 +17,7 @@ from lockstep.communicators import SumFault
 from lockstep.digest import checksums
 from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning, few, warn
 from lockstep.plan import Shard
-from lockstep.replicas import BufferRef, BufferRules, note_left
+from lockstep.replicas import CAUSES, BufferRef, BufferRules, note_left
 from lockstep.streams import DRAWS, moved
 from lockstep.updaters.detectors import GENERATORS
 
@@ -46,14 +46,6 @@ NEW_COPY: Final = "a new copy of the model, as a run that is resumed here has it
 
 MAJORITY: Final = 2
 """The number of equal results by which others are known to be wrong."""
-
-CAUSES: Final = (
-    "Something decides that is no part of the model, its buffers and the random streams: a clock, a counter, a cache, "
-    "a generator of your own, a hook or a dataset with state, memory that was not initialised, the thread or device, "
-    "or a kernel that is not deterministic (see lockstep.use_deterministic_kernels). The result of the run then "
-    "depends on where shards are computed. `lockstep verify` names the operator, its line and the kind of the cause."
-)
-
 
 CURE: Final = (
     "Such a value depends on which device and rank computes which shard, and in which order, changes again when an "

@@ -506,6 +506,6 @@ def check_no_unused_gradients(
             raise OrderError(
                 f"The gradient of {name!r} must be None, zero or that of the last update before another one is "
                 "computed, got one that no optimizer has used, which would be lost. Add its loss to that of the "
-                "update, call `apply_gradients` after each `compute_gradients` (to `accumulate` batches is an option "
-                "of the updater), or drop it by `optimizer.zero_grad()`."
+                "update, call `apply_gradients` after each `compute_gradients` (several batches are accumulated by "
+                "`accumulate=` and `update()`), or drop it by `optimizer.zero_grad()`."
             )

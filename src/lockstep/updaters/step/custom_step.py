@@ -91,6 +91,7 @@ class CustomStep:
         self._default_request = default_request
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
         self._pending: dict[Names, Attempt] = {}
+        self._has_warned = False
         self.state: CustomStepState | None = None
         """The update that a step function is making; None while none runs."""
 
@@ -129,7 +130,7 @@ class CustomStep:
                 # A batch may have been used without a gradient of it, so all batches are compared here as well.
                 position = {"update": training.iteration, "computation": "end"}
                 self._coordinator.agree(position, state.described, context.interrupts)
-            self._warn_of_own_steps(savepoint)
+            self._warn_of_own_steps(savepoint, state)
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             # A second Ctrl-C must not interrupt the restoring.
@@ -144,17 +145,34 @@ class CustomStep:
             self.state, self._pending = None, {}
         return state.result(scale, training.optimizers)
 
-    def _warn_of_own_steps(self, savepoint: Savepoint) -> None:
-        """Warn of steps without `apply_gradients` where it would do more than step."""
-        names = sorted({name for pending in self._pending for name in pending}) if self._engine.is_first else []
-        does_more = self._training.schedulers or self._engine.recipe.clip_grad_norm is not None
-        stepped = (each for name in names for each in parameters_of(self._training.optimizers[name]))
-        if names and does_more and savepoint.differs(stepped):
-            warn(
-                f"The step function has computed gradients for {names} without apply_gradients(), so `clip_grad_norm` "
-                "clips nothing and `scheduler` does not step. Call apply_gradients() instead of the optimizer's step, "
-                "or leave both arguments out, and clip and schedule in the step function."
+    def _warn_of_own_steps(self, savepoint: Savepoint, state: CustomStepState) -> None:
+        """Warn of steps without `apply_gradients` where it would do more than step, and where it was forgotten."""
+        training, names = self._training, sorted({name for pending in self._pending for name in pending})
+        if self._has_warned or not self._engine.is_first or (state.results and not names):
+            return
+        optimizers = [training.optimizers[name] for name in names or training.optimizers]
+        moved = savepoint.differs(each for optimizer in optimizers for each in parameters_of(optimizer))
+        if names and not moved and any(group.get("lr") for each in optimizers for group in each.param_groups):
+            why = (
+                f"computed gradients for {names} without a step, so nothing of it was trained. Call "
+                "updater.apply_gradients(optimizer=...) after updater.compute_gradients(..., optimizer=...)."
             )
+        elif names and moved and (training.schedulers or self._engine.recipe.clip_grad_norm is not None):
+            why = (
+                f"computed gradients for {names} without apply_gradients(), so `clip_grad_norm` clips nothing and "
+                "`scheduler` does not step. Call apply_gradients() instead of the optimizer's step, or leave both "
+                "arguments out, and clip and schedule in the step function."
+            )
+        elif moved and not names:
+            why = (
+                "changed parameters without compute_gradients(), so one device has computed with the whole batch. Call "
+                "updater.compute_gradients(batch, loss_fn=..., optimizer=...) instead of backward(), and "
+                "updater.apply_gradients(optimizer=...) instead of the optimizer's step."
+            )
+        else:
+            return
+        self._has_warned = True
+        warn(f"The step function has {why}")
 
     def compute(
         self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None, buffers_of: Collection[str] | None
@@ -162,6 +180,11 @@ class CustomStep:
         """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
         networks = self._parts.networks
+        if self._engine.recipe.accumulate != 1:
+            raise ValueError(
+                "`accumulate` must be 1 where `compute_gradients` is called, which takes one batch, got "
+                f"{self._engine.recipe.accumulate}. Pass larger batches with more shards, or call update()."
+            )
         if loss_fn is None and self._engine.recipe.loss_fn is None and networks.several:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         if isinstance(buffers_of, str):

@@ -290,7 +290,8 @@ class Recomputation:
         self, attempt: Attempt, audit: Audit, context: UpdateContext, turns: Turns
     ) -> tuple[str, Exception | None]:
         """Return what differs, or an empty text; and the error if one was raised."""
-        before = _switches()
+        accelerated = bool(self.replicas.accelerators)
+        before = _switches(accelerated=accelerated)
         try:
             with refusing_writes(self.replicas):
                 found = self._run(attempt, audit, context, audit.neighbours, turns.run)
@@ -302,20 +303,22 @@ class Recomputation:
             differs = next((name for name, first, again in pairs if first != again), None)
             if differs is not None:
                 return f"shard {shard.index} has other bits in {differs} than before", None
-        changed = [name for name, value in _switches().items() if value != before[name]]
+        changed = [name for name, value in _switches(accelerated=accelerated).items() if value != before[name]]
         return f"{changed[0]} has another value than before" if changed else "", None
 
 
-def _switches() -> dict[str, object]:
-    """Return switches of the process by which torch chooses kernels."""
+def _switches(*, accelerated: bool) -> dict[str, object]:
+    """Return switches of the process by which torch chooses kernels, with those of accelerators where there are any."""
     found: dict[str, object] = {
         "the default dtype": torch.get_default_dtype(),
-        # Not by `get_float32_matmul_precision`, which raises if it cannot express what was set.
-        "torch.backends.cuda.matmul.fp32_precision": torch.backends.cuda.matmul.fp32_precision,
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
     }
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         found[f"torch.backends.cuda.{name}_sdp_enabled()"] = getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+    if not accelerated:
+        return found
+    # Not by `get_float32_matmul_precision`, which raises if it cannot express what was set.
+    found["torch.backends.cuda.matmul.fp32_precision"] = torch.backends.cuda.matmul.fp32_precision
     for name in ("enabled", "benchmark", "deterministic"):
         found[f"torch.backends.cudnn.{name}"] = getattr(torch.backends.cudnn, name)
     return found
