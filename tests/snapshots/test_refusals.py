@@ -295,7 +295,9 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], torch.optim.lr_sched
 @pytest.mark.parametrize("lr", [0.1, 0.5])
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_an_accepted_schedule_goes_on_as_that_of_the_script(kind: str, lr: float, tmp_path: Path) -> None:
-    def trained(lr: float, total: int, updates: int, source: Path | None = None) -> tuple[ls.ParallelUpdater, list[float]]:
+    def trained(
+        lr: float, total: int, updates: int, source: Path | None = None
+    ) -> tuple[ls.ParallelUpdater, list[float]]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)

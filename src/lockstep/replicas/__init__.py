@@ -89,6 +89,7 @@ from lockstep.replicas.pool.devices import (
 from lockstep.replicas.pool.interrupts import DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.probes import (
     ALLOCATIONS as ALLOCATIONS,
+    OTHER_DRAWS as OTHER_DRAWS,
     Draws as Draws,
     FreshMemory as FreshMemory,
     Turns as Turns,

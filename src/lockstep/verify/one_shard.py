@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments, map_tensors, tensors
 from lockstep.plan import Shard
-from lockstep.replicas import Draws, rows_of, uncompiled
+from lockstep.replicas import OTHER_DRAWS, Draws, rows_of, uncompiled
 from lockstep.streams import seed_python_and_numpy
 from lockstep.updaters import LossFunction, check_loss, is_summed, loss_weight
 from lockstep.verify.causes import Cause
@@ -82,10 +82,22 @@ def compare_attempt(engine: Any, attempt: Any) -> GradientFinding | None:
     whole = Part(*convert([[Shard(0, 0, range(size))]])[0][0])
     try:
         parts = [Part(shard, whole.rows_like(given, shard)) for shard, given in convert([shards])[0]]
-        found = [_compared(Comparison(engine, request, whole, parts, Draws()))]
+
+        def compared(*, keeps: bool, interleaved: bool = False) -> GradientFinding:
+            draws = Draws(keeps=keeps, interleaved=interleaved)
+            return _compared(Comparison(engine, request, whole, parts, draws))
+
+        keeps = False
+        try:
+            found = [compared(keeps=keeps)]
+        except RuntimeError as error:
+            if OTHER_DRAWS not in str(error):
+                raise
+            keeps = True
+            found = [compared(keeps=keeps)]
         if found[0].status == "differs":
             # Where several rows are drawn for each sample, shards may have others of them.
-            found.append(_compared(Comparison(engine, request, whole, parts, Draws(interleaved=True))))
+            found.append(compared(keeps=keeps, interleaved=True))
         return found[-1] if found[-1].status == "equal" else found[0]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything where its tensors are in float64
         return GradientFinding("skipped", f"It could not be computed in float64: {type(error).__name__}: {error}")

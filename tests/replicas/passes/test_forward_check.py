@@ -190,3 +190,22 @@ def test_an_output_that_is_no_tensor_is_named_by_its_path() -> None:
 
     with pytest.raises(TypeError, match=r"got a object as `output\['cache'\]`. Leave it out"):
         ls.DataParallel(Cached(4, 3), ["cpu"])(torch.randn(12, 4))
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_dropout_over_parts_of_other_lengths_keeps_everything(is_mean: bool) -> None:
+    class Padded(nn.Linear):
+        """Drops from the longest of the given sequences only, so that masks have other shapes for parts of a shard."""
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            length = int(lengths.max())
+            values = nn.functional.dropout(super().forward(x[:, :length]), 0.5).square().sum(2)
+            mask = torch.arange(length) < lengths[:, None]
+            if is_mean:
+                return ((values * mask).sum(1) / lengths).mean()
+            return values[mask].mean()
+
+    lengths = torch.arange(12) % 5 + 1
+    parallel = ls.DataParallel(Padded(4, 3), ["cpu"], num_shards=2)
+    said = said_by(lambda _: parallel(torch.randn(12, 5, 4), lengths).backward(), times=1)
+    assert len(said) == (not is_mean)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.replicas.buffers.buffer_sums import as_real
-from lockstep.replicas.pool.probes import Draws
+from lockstep.replicas.pool.probes import OTHER_DRAWS, Draws
 from lockstep.state import temporarily
 
 MOST_PARTS: Final = 4
@@ -109,11 +109,14 @@ def _first(compute: Callable[[Draws, int], Sequence[Computed]], draws: Draws, nu
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return compute(draws, numbers[0])
-        except Exception:
+        except Exception as error:
             # A loss of pairs or views takes some numbers of samples only.
-            if len(numbers) == 1:
+            if len(numbers) > 1:
+                del numbers[0]
+            elif OTHER_DRAWS in str(error) and not draws.keeps:
+                draws = Draws(keeps=True)
+            else:
                 raise
-            del numbers[0]
 
 
 def numbers_of_parts(size: int) -> list[int]:

@@ -76,14 +76,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
     Args:
         interleaved: Where several rows are drawn per sample, whether all samples come once before any comes again, as
             where two views of a batch follow one another. By default the rows of a sample are neighbors.
+        keeps: Whether dropout keeps everything, for parts that are padded to other lengths than all samples and so draw
+            masks of other shapes.
 
     Attributes:
         in_half: Whether an operator has computed in half precision.
     """
 
-    def __init__(self, *, interleaved: bool = False) -> None:
+    def __init__(self, *, interleaved: bool = False, keeps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.in_half = False
+        self.in_half, self.keeps = False, keeps
         self._interleaved = interleaved
         self._drawn: list[tuple[str, torch.Tensor]] = []
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
@@ -136,6 +138,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
 
     def _shared(self, name: str, made: torch.Tensor) -> torch.Tensor:
         """Return what the samples get of what an operator has drawn for all of them."""
+        if self.keeps and name.startswith(("bernoulli", "native_dropout")):
+            return torch.ones_like(made)
         if self._given is None:
             self._drawn.append((name, made.clone()))
             return made
