@@ -18,7 +18,7 @@ from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
 from lockstep.prediction import DataPass, in_held_precision
-from lockstep.replicas import Computed, Draws, find_no_means, uncompiled, with_means
+from lockstep.replicas import Computed, Draws, find_no_means, samples_of, uncompiled, with_means
 from lockstep.stopping import STOP
 from lockstep.updaters import (
     Converter,
@@ -185,8 +185,9 @@ class Evaluation:
             return returned
 
         def compute(draws: Draws, number: int) -> list[Computed]:
-            part, observers = partial(compute_part, draws), self._pass.observers
-            results = self.runner.run_parts(shard, result.given, number, part, observers)
+            size, function = len(shard.samples), partial(compute_part, draws)
+            _, parts = samples_of(range(size), number, size)
+            results = self.runner.run_parts(shard, result.given, parts, function, self._pass.observers)
             return [_computed(self._report(each, each.returned)) for each in results]
 
         differs, reported = find_no_means(compute, len(shard.samples), self.runner.replicas.devices[0])

@@ -55,6 +55,7 @@ from lockstep.replicas.passes.parts import (
     Computed as Computed,
     find_no_means as find_no_means,
     gradient_share as gradient_share,
+    samples_of as samples_of,
     with_means as with_means,
     without_batch_statistics as without_batch_statistics,
 )

@@ -175,7 +175,8 @@ def _check_outputs(outputs: Any, shard: Shard) -> None:
         if tensor.dim() == 0 or len(tensor) != len(shard.samples):
             raise ValueError(
                 f"`{name}` of the `forward` of a BatchLoss must have the samples of its shard ({len(shard.samples)}) "
-                f"along dimension 0, got shape {tuple(tensor.shape)}."
+                f"along dimension 0, got shape {tuple(tensor.shape)}. Return `value.expand(len(x))` for one value, and "
+                "two outputs for two views."
             )
 
 

@@ -209,3 +209,15 @@ def test_dropout_over_parts_of_other_lengths_keeps_everything(is_mean: bool) -> 
     parallel = ls.DataParallel(Padded(4, 3), ["cpu"], num_shards=2)
     said = said_by(lambda _: parallel(torch.randn(12, 5, 4), lengths).backward(), times=1)
     assert len(said) == (not is_mean)
+
+
+def test_a_loss_that_takes_no_part_of_a_shard_is_compared_with_that_of_two_shards() -> None:
+    class Grouped(nn.Linear):
+        """Compares the three thirds of its samples, and takes no other numbers of them."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two, three = super().forward(x).split(len(x) // 3)
+            return (one - two).square().mean() + (one * three).sum(1).exp().mean()
+
+    parallel = ls.DataParallel(Grouped(4, 3), ["cpu"], num_shards=4)
+    assert len(said_by(lambda x: parallel(x).backward())) == 1

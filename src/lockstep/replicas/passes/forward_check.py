@@ -21,7 +21,13 @@ from lockstep.plan import Shard
 from lockstep.replicas.batch.inputs import Inputs
 from lockstep.replicas.batch.outputs import Outputs, ShardForward
 from lockstep.replicas.passes.means import NoMeans
-from lockstep.replicas.passes.parts import Computed, find_no_means, gradient_share, without_batch_statistics
+from lockstep.replicas.passes.parts import (
+    Computed,
+    find_no_means,
+    gradient_share,
+    samples_of,
+    without_batch_statistics,
+)
 from lockstep.replicas.passes.shard_runner import Around, ShardRunner
 from lockstep.replicas.pool.probes import Draws, uncompiled
 from lockstep.streams import restored_generators
@@ -84,16 +90,14 @@ class ForwardCheck:
 
     def _compare_parts(self, shard: Shard) -> dict[int, str]:
         """Return what outputs are that depend on how the batch is split, by their indices."""
-        size, start = len(shard.samples), shard.samples.start
+        size, whole = len(shard.samples), self.outputs.num_samples
         if size == 1:
             return {}
 
         def compute(draws: Draws, number: int) -> list[Computed]:
-            cuts = [size * part // number for part in range(number + 1)]
-            parts = [range(size), *map(range, cuts, cuts[1:])]
+            samples, parts = samples_of(shard.samples, number, whole)
             shards = [
-                replace(shard, index=at, samples=range(start + part.start, start + part.stop))
-                for at, part in enumerate(parts)
+                replace(shard, index=at, samples=samples[part.start : part.stop]) for at, part in enumerate(parts)
             ]
 
             @contextmanager
@@ -105,7 +109,7 @@ class ForwardCheck:
                     draws.end()
 
             results = self.run(shards, around)
-            return [self._computed(each, part, size) for each, part in zip(results, parts, strict=True)]
+            return [self._computed(each, part, len(samples)) for each, part in zip(results, parts, strict=True)]
 
         differs, reported = find_no_means(compute, size, self.runner.device)
         found = {int(index): what for index, what in reported.items()}

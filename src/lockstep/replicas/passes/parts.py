@@ -32,6 +32,9 @@ ROUNDED_GRADIENT: Final = 1e-2
 ROUNDED_TO_HALF: Final = 5e-2
 """The same for values that were computed in half precision, or on an accelerator, which may do so unseen."""
 
+JOINED: Final = 0
+"""Stands for the shard and its neighbor as parts of both together, where every number of parts is refused."""
+
 MOST_ELEMENTS: Final = 2**16
 """The number of elements of a parameter above which its gradient is not compared."""
 
@@ -75,9 +78,9 @@ def find_no_means(
 
     Args:
         compute: Returns the losses of some samples and of a number of parts of them, which draw the same numbers. If it
-            raises, other numbers of parts are tried. It is called again if something differs, because what differs
-            then, such as a time, says nothing; and once more with the other numbers that a part may have, where several
-            rows are drawn for each sample.
+            raises, other numbers of parts are tried, and at last `JOINED`. It is called again if something differs,
+            because what differs then, such as a time, says nothing; and once more with the other numbers that a part
+            may have, where several rows are drawn for each sample.
         size: The number of samples.
         device: The device that computes them.
     """
@@ -123,7 +126,27 @@ def numbers_of_parts(size: int) -> list[int]:
     """Return the numbers of parts to try for so many samples, the usual one first, and then those of equal parts."""
     # Of at least two samples where there are as many: some code takes no single one.
     usual = max(2, min(MOST_PARTS, size // 2))
-    return [usual, *(each for each in EQUAL_PARTS if each != usual and size % each == 0)]
+    return [usual, *(each for each in EQUAL_PARTS if each != usual and size % each == 0), JOINED]
+
+
+def samples_of(samples: range, number: int, batch_size: int) -> tuple[range, list[range]]:
+    """Return the samples to compare; and all of them and a number of parts, counted from the first one.
+
+    Args:
+        samples: The samples of a shard.
+        number: The number of parts, or `JOINED`.
+        batch_size: The number of samples in the batch.
+
+    >>> samples_of(range(3, 6), 2, 12), samples_of(range(3, 6), JOINED, 12)
+    ((range(3, 6), [range(0, 3), range(0, 1), range(1, 3)]), (range(3, 9), [range(0, 6), range(0, 3), range(3, 6)]))
+    """
+    if number == JOINED:
+        size, number = len(samples), 2
+        start = samples.start if samples.stop < batch_size else max(0, samples.start - size)
+        samples = range(start, min(start + 2 * size, batch_size), samples.step)
+    size = len(samples)
+    cuts = [size * part // number for part in range(number + 1)]
+    return samples, [range(size), *map(range, cuts, cuts[1:])]
 
 
 def _difference(computed: Sequence[Computed], tolerance: float) -> str:

@@ -223,14 +223,14 @@ class InferenceRunner:
         return self._run(cut, function, observers, first)
 
     def run_parts(
-        self, shard: Shard, given: Any, number: int, function: ShardFunction, observers: Sequence[Observers]
+        self, shard: Shard, given: Any, parts: Sequence[range], function: ShardFunction, observers: Sequence[Observers]
     ) -> list[ShardResult]:
-        """Run a function on a shard and on a number of parts of it, on the first device.
+        """Run a function on parts of a shard, on the first device.
 
         Args:
             shard: The shard.
             given: Its tensors.
-            number: The number of parts.
+            parts: The samples of each part, counted from the first one of the shard.
             function: Called with the index of the device and a pair: the range of the samples, counted from 0, and
                 their tensors.
             observers: The modules of each replica that may report values.
@@ -238,7 +238,7 @@ class InferenceRunner:
 
         def cut() -> list[list[tuple[Shard, Any]]]:
             devices = self.replicas.devices
-            return [parts_of(shard, given, self.conversion, devices[0], number), *([] for _ in devices[1:])]
+            return [parts_of(shard, given, parts, self.conversion, devices[0]), *([] for _ in devices[1:])]
 
         return self._run(cut, function, observers, shard.batch)
 

@@ -6,6 +6,7 @@ is the mean of the means over its parts, and so is its gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.replicas import (
     Draws,
     find_no_means,
     gradient_share,
+    samples_of,
     uncompiled,
     with_means,
     without_batch_statistics,
@@ -68,21 +70,19 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
 
 
 def parts_of(
-    shard: Shard, given: Any, conversion: Conversion, device: torch.device, number: int
+    shard: Shard, given: Any, parts: Sequence[range], conversion: Conversion, device: torch.device
 ) -> list[tuple[Shard, Any]]:
-    """Return a shard and parts of it, each with its samples, counted from 0, and tensors of its own.
+    """Return parts of a shard, each with its samples and tensors of its own.
 
     Args:
         shard: The shard, of at least two samples.
         given: Its tensors. Parts are cut from them: a converter may draw others, or fill others up, for fewer samples.
+        parts: The samples of each part, counted from the first one of the shard.
         conversion: Cuts the tensors.
         device: The device to compute on.
-        number: The number of parts.
     """
-    size = len(shard.samples)
-    cuts = [size * part // number for part in range(number + 1)]
-    conversion = conversion.apart()
-    cut = [replace(shard, batch=0, samples=part) for part in (range(size), *map(range, cuts, cuts[1:]))]
+    size, conversion = len(shard.samples), conversion.apart()
+    cut = [replace(shard, batch=0, samples=part) for part in parts]
     try:
         # One after the other, so that each has tensors of its own, which the loss function may change in place.
         return [(each, (each.samples, conversion.shards([given], [[each]], [device], 0)[0][0][1])) for each in cut]
@@ -107,10 +107,13 @@ def _values(
     again: Recomputation, attempt: Attempt, audit: Audit, context: UpdateContext, *, draws: Draws, number: int
 ) -> list[Computed]:
     """Return the losses of the audited shard and of a number of parts of it."""
-    place, shard, gradients = audit.place[1], audit.shard, attempt.gradient_context
+    place, gradients, first = audit.place[1], attempt.gradient_context, audit.shard
+    samples, parts = samples_of(first.samples, number, attempt.sizes[first.batch])
+    # What cannot be read again is there for the shard only.
+    shard = replace(first, index=first.index if samples == first.samples else -1, samples=samples)
     runner = again.prepared.runners[place]
     ((_, given),) = again.tensors_of(attempt, audit, shard, place)
-    work = parts_of(shard, given, again.conversion, runner.device, number)
+    work = parts_of(shard, given, parts, again.conversion, runner.device)
     of_all: list[float] = []
 
     def loss_of(_: int, each: tuple[range, Any]) -> Computed:
