@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,25 @@ def test_structure_and_means() -> None:
     assert found["pair"][0].dtype == torch.int64
     assert torch.equal(found["pair"][0], found["logits"].argmax(1))
     torch.testing.assert_close(found["mean"], found["logits"].mean())
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, or from the default one."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0) if own else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_that_draws_from_a_generator_of_its_own_is_named(own: bool) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ls.predict(Noisy(own=own), data(), devices=2, batch_size=10)
+    assert [str(each.message)[:54] for each in said] == ["The model draws from a `torch.Generator` of your own. "] * own
 
 
 class Masked(nn.Module):

@@ -12,11 +12,11 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.data import Iterator as LockstepIterator, Samples, check_not_split_by_rank, fingerprint
-from lockstep.errors import DisagreementError
+from lockstep.errors import DisagreementError, RandomStreamWarning, warn
 from lockstep.metrics import Observers
 from lockstep.precision import Precision
 from lockstep.replicas import OneIntraOpThread, in_mode
-from lockstep.streams import restored_generators
+from lockstep.streams import DRAWS, moved, restored_generators
 from lockstep.updaters import (
     CURE,
     Converter,
@@ -29,6 +29,7 @@ from lockstep.updaters import (
     changed_attributes,
     check_attributes_read,
     describe_error,
+    generator_states,
     noting_reads,
     raise_error,
 )
@@ -199,9 +200,12 @@ class DataPass:
         seen = map(self._seen, batches)
         while window := list(islice(seen, runner.batches_per_run)):
             first = len(self.sizes)
+            before = {} if first else generator_states([], self._replicas)
             results = runner.run(
                 window, function, self.observers, first=first, converter=self._converter, arguments=arguments
             )
+            if before and (names := moved(before, generator_states([], self._replicas))):
+                warn(DRAWS.format("The model draws", " and ".join(names)), RandomStreamWarning)
             self.sizes += [batch_size(batch, runner.conversion.batch_dim) for batch in window]
             yield [(first + each.shard.batch, each) for each in results]
         if not self.sizes:

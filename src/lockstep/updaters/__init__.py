@@ -2,6 +2,7 @@
 
 from lockstep.updaters.compute.clock import Clock as Clock, Stopwatch as Stopwatch
 from lockstep.updaters.compute.shard_gradients import ShardFunction as ShardFunction, ShardResult as ShardResult
+from lockstep.updaters.detectors import generator_states as generator_states
 from lockstep.updaters.loss import (
     BatchLoss as BatchLoss,
     Loss as Loss,
