@@ -166,18 +166,26 @@ def test_damage_to_compressed_sums_is_found_and_named(compression: str) -> None:
     check(5, 2, compression=compression)
 
 
-def adds_wrongly(wrong: int) -> tuple[int | None, int, str] | None:
-    """Train while one rank adds wrongly, always alike; return the rank that is named, the update and the message."""
+def adds_wrongly(wrong: int, only: int | None = None) -> tuple[int | None, int, str] | None:
+    """Train while one rank adds wrongly, always alike; return the rank that is named, the update and the message.
+
+    Args:
+        wrong: The rank.
+        only: The parameter whose slices are wrong where the rank owns them; None for all slices, also those of others.
+    """
     communicator = ls.find_communicator()
     updater = updater_of(1, communicator=communicator, audit_every=1, num_shards=6)
 
+    def factor(segment: Any) -> int:
+        return 2 if only is None or (segment.owner == wrong and segment.pieces[0].tensor == only) else 1
+
     def added(original: Call, self: Any, segment: Any, target: torch.Tensor) -> None:
         original(self, segment, target)
-        target.mul_(2)
+        target.mul_(factor(segment))
 
     def added_again(original: Call, segment: Any, terms: Any, wire: Any) -> Any:
         seals, _ = original(segment, terms, wire)
-        return seals, original(segment, [2 * term for term in terms], wire)[1]
+        return seals, original(segment, [factor(segment) * term for term in terms], wire)[1]
 
     with in_slices(), pytest.MonkeyPatch.context() as patch:
         if communicator.rank == wrong:
@@ -200,6 +208,15 @@ def test_a_rank_that_always_adds_wrongly_is_found_by_the_others(wrong: int) -> N
     assert rank == wrong
     # At once: it also takes part where another rank has its turn.
     assert updates == 0
+
+
+def test_a_rank_that_adds_one_slice_wrongly_is_found_when_others_add_it() -> None:
+    every = launch_on_ranks(adds_wrongly, 3, 1, 0)
+    assert len(set(every)) == 1
+    rank, updates, _ = every[0]
+    assert rank == 1
+    # The slices of the first parameter are the last ones.
+    assert updates > 0
 
 
 def test_two_ranks_that_disagree_on_sums_are_both_named() -> None:
