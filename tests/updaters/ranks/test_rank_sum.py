@@ -137,3 +137,49 @@ def test_models_are_as_large_as_they_are_called() -> None:
     assert (
         SMALL_BYTES_OVER_NETWORK < 4 * WIDTHS["medium"] ** 2 < SMALL_BYTES // 4 < SMALL_BYTES < 4 * WIDTHS["large"] ** 2
     )
+
+
+class Skipping(nn.Module):
+    """Leaves out its first layer for samples that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(600, 600), nn.Linear(600, 600)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return self.second(x if bool(skip.all()) else self.first(x))
+
+
+def skipping(communicator: ls.Communicator | None = None) -> str:
+    """Train, where the fifth update leaves out a layer on all ranks."""
+    torch.manual_seed(1)
+    model = Skipping()
+    at = torch.arange(12 * NUM_UPDATES) // 12
+    data = torch.utils.data.TensorDataset(torch.randn(len(at), 600), at == NUM_UPDATES - 2, at % 3)
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(data, 12, shuffle=False),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model,
+        devices=["cpu"],
+        num_shards=6,
+        loss_fn=ls.supervised(nn.functional.cross_entropy),
+        communicator=communicator,
+    )
+    with finalized(updater):
+        for _ in range(NUM_UPDATES):
+            updater.update()
+        return state_digest(updater)
+
+
+def skipping_on_ranks() -> tuple[str, int]:
+    torch.set_num_threads(1)
+    communicator = Counting()
+    return skipping(communicator), communicator.ways["early"]
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_gradients_that_no_rank_has_after_others_were_sent_are_computed_again() -> None:
+    alone = skipping()
+    for digest, early in launch_on_ranks(skipping_on_ranks, 2):
+        assert digest == alone
+        assert early > 1
