@@ -12,6 +12,14 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.replicas.passes import forward_check
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check as in a process in which no other test has compiled anything."""
+    monkeypatch.setattr(forward_check, "has_compiled", lambda: False)
+
 
 FAR = torch.Generator().manual_seed(7)
 

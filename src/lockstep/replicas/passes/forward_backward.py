@@ -227,7 +227,8 @@ class ForwardBackward:
                 is_due = not (self._unchecked or names) or None in forward.outputs.dims
                 if is_due and len(in_order) > 1 and given == _seals(inputs):
                     forward.dependent = self._check(forward, interrupts)
-                    self._unchecked *= not forward.dependent
+                    # Warned of once.
+                    self._unchecked = 0 if forward.dependent else self._unchecked
             # Inside of a shard that is split further here, what its parts report counts as one report.
             if collector is not None:
                 collector.add([each.reports for each in in_order])
