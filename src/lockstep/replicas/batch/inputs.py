@@ -304,8 +304,8 @@ def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
     """
     if not -tensor.dim() <= dim < tensor.dim():
         shape = tuple(tensor.shape)
-        rule = f"must have a dimension {dim} to count samples by, or None for it, got shape {shape}"
-        raise ValueError(f"`{path}` {rule}.")
+        rule = f"must have a dimension {dim} to count samples by, got shape {shape}"
+        raise ValueError(f"`{path}` {rule}. With None as its dimension, every shard gets it whole.")
     return dim % tensor.dim()
 
 
