@@ -32,16 +32,7 @@ from lockstep.trainer.extension import (
     unsaved_of,
 )
 from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
-from lockstep.triggers import (
-    Never,
-    Progress,
-    Trigger,
-    TriggerSpec,
-    get_trigger,
-    get_until,
-    position,
-    reached,
-)
+from lockstep.triggers import Never, Progress, Trigger, TriggerSpec, get_trigger, get_until, position, reached
 from lockstep.updaters import Converter, Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
