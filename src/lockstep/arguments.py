@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+Mode: TypeAlias = Literal["auto", "min", "max"]
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -181,3 +183,21 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         *others, last = map(repr, choices)
         listed = f"{', '.join(others)} or {last}" if others else last
         raise ValueError(f"`{name}` must be {listed}, got {value!r}.")
+
+
+def check_mode(mode: Mode, name: str) -> Mode:
+    """Check which values of a name are better, and return ``"max"`` or ``"min"``, also for ``"auto"``.
+
+    >>> check_mode("auto", "validation/main/accuracy"), check_mode("auto", "validation/main/loss")
+    ('max', 'min')
+
+    Args:
+        mode: The argument to check. ``"auto"`` is that of Chainer: ``"max"`` for a name that contains ``accuracy``,
+            otherwise ``"min"``.
+        name: The name of the observed value.
+
+    Raises:
+        ValueError: If the mode is unknown.
+    """
+    check_choice("mode", mode, ("auto", "min", "max"))
+    return mode if mode != "auto" else "max" if "accuracy" in name else "min"

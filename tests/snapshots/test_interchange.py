@@ -120,7 +120,7 @@ def test_the_best_snapshot_is_found_and_exported(tmp_path: Path) -> None:
         trigger=(1, "update"),
         priority=500,
     )
-    trainer.extend(PatientSnapshot(keep=4, best="score"), trigger=(1, "update"))
+    trainer.extend(PatientSnapshot(keep=4, best="score", mode="max"), trigger=(1, "update"))
     trainer.run()
     found = ls.snapshots.best(tmp_path)
     assert [each.update for each in ls.snapshots.list(tmp_path)] == [1, 2, 3, 4]
