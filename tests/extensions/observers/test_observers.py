@@ -126,14 +126,15 @@ def test_samples_are_counted_and_not_the_weights_of_the_loss(tmp_path: Path, lab
     def loss_fn(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> ls.Loss:
         return ls.Loss(nn.functional.cross_entropy(model(inputs), target), weight=10 * len(target))
 
-    log = LogReport(trigger=(2, "iteration"))
+    log = LogReport(trigger=(4, "iteration"))
     with finalized(updater_for(MLP, Placement(1), num_shards=2, loss_fn=loss_fn)) as updater:
-        size = updater.get_iterator("main").batch_size  # type: ignore[attr-defined]
-        extensions = [Throughput(label=label, trigger=(2, "iteration")), log]
-        Trainer(updater, (4, "iteration"), tmp_path, extensions=extensions).run()
-    for entry in log.log:
-        counts = {name: entry[f"throughput/{name}"] / entry["throughput/updates"] for name in ("samples", label)}
-        assert counts == pytest.approx({"tokens": 10 * size, "samples": size} if label == "tokens" else {label: size})
+        Trainer(
+            updater, (4, "iteration"), tmp_path, extensions=[Throughput(label=label, trigger=log.trigger), log]
+        ).run()
+        passed = updater.samples_passed
+    (entry,) = log.log
+    counts = {name: 4 * entry[f"throughput/{name}"] / entry["throughput/updates"] for name in ("samples", label)}
+    assert counts == pytest.approx({"samples": passed} | ({"tokens": 10 * passed} if label == "tokens" else {}))
 
 
 def sleeping(place_seconds: dict[str, float]) -> Any:
