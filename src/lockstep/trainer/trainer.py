@@ -167,11 +167,12 @@ class Trainer(KnowsOthers):
             call_before_training: Whether it is also called once before the first update.
 
         Raises:
-            TypeError: If the extension is not callable, or the trigger is not a trigger.
+            TypeError: If the extension is not callable, one of its methods cannot be called as a trainer does, or the
+                trigger is not a trigger.
             ValueError: If the trigger belongs to another extension, or is out of range.
             OrderError: If the trainer is running, or has this extension already.
         """
-        extension = as_extension(extension)
+        extension = as_extension(extension, trigger=trigger, priority=priority)
         if any(entry.extension is extension for entry in self._order):
             raise OrderError(
                 f"`extension` must not be added twice, got {self.name_of(extension)} again. Create another one, or "
@@ -192,6 +193,24 @@ class Trainer(KnowsOthers):
         self._entries[entry.name] = entry
         # The sort is stable: extensions of one priority stay in the order in which they were added.
         self._order = sorted(self._entries.values(), key=lambda each: -each.priority)
+
+    def remove(self, name: str) -> None:
+        """Remove an extension, for example to add a corrected one in its place after it has raised an error.
+
+        Args:
+            name: The name under which the extension was added.
+
+        Raises:
+            KeyError: If there is no extension of this name; the message lists the names.
+            OrderError: If the trainer is running.
+        """
+        if self._started is not None:
+            raise OrderError("`remove` must not be called during a run.")
+        removed = look_up(name, self._entries)
+        del self._entries[name]
+        self._order.remove(removed)
+        self._pending = deque(each for each in self._pending if each is not removed)
+        self._due = None if self._due is removed else self._due
 
     @property
     def extensions(self) -> dict[str, Extension]:
