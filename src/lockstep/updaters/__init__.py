@@ -40,10 +40,7 @@ from lockstep.updaters.step.originals import (
     check_attributes_read as check_attributes_read,
     noting_reads as noting_reads,
 )
-from lockstep.updaters.step.parts import (
-    Computed as Computed,
-    find_no_means as find_no_means,
-)
+from lockstep.updaters.step.parts import Computed as Computed, find_no_means as find_no_means
 from lockstep.updaters.step.recomputation import without_caches as without_caches
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater
