@@ -33,7 +33,7 @@ PAGES = {
     "how-to/profiling.md": 2,
     "how-to/report.md": 2,
     "how-to/saving.md": 5,
-    "how-to/several-networks.md": 1,
+    "how-to/several-networks.md": 2,
     "how-to/trainer.md": 9,
     "how-to/uneven-devices.md": 2,
     "how-to/state-in-losses.md": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -147,10 +148,15 @@ class Evaluation:
             inputs = dict(kwargs)
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
         if len(args) < len(("input", "target")):
-            got = f"keys {sorted(kwargs)}" if kwargs else f"{len(args)} tensor"
+            if kwargs:
+                close = get_close_matches(self.target or "labels", kwargs, 1, 0.0)
+                raise TypeError(
+                    f"`target` must name the entry of a batch with which metrics compare outputs, got {self.target!r} "
+                    f"for a batch with the keys {sorted(kwargs)}. Pass Evaluator(..., target={close[0]!r}) or the like."
+                )
             raise TypeError(
-                f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}. Metrics compare "
-                "outputs with targets: give a dataset of pairs (input, target)."
+                f"A batch must be (*inputs, target), or a dict with the key `target`, got {len(args)} tensor. Metrics "
+                "compare outputs with targets: give a dataset of pairs (input, target)."
             )
         return ShardArguments(args, kwargs, args[:-1], {}, args[-1])
 
