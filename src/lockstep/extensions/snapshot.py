@@ -47,8 +47,9 @@ class Snapshot(Extension):
     thread writes it. An error of the disk is a warning, and the next snapshot is tried as usual.
 
     While the run has this extension, SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 on any rank end it after the current update:
-    the state is written, and `run` raises a `SignalExit`, with which Python ends with exit code 143, 130 or 138. A
-    second SIGINT ends the process at once. If another rank is lost, a rank that survives writes the state of the last
+    the state is written, and `run` raises a `SignalExit`, with which Python ends with exit code 143, 130 or 138. In an
+    interactive session, Ctrl-C is a `KeyboardInterrupt`, which does not end the session. A second SIGINT ends the
+    process at once. If another rank is lost, a rank that survives writes the state of the last
     finished update before `run` raises the `PeerError`.
 
     The run also logs digests of its state, in ``digests.jsonl``. Updates that are repeated after a restart are compared

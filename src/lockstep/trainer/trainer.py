@@ -21,7 +21,7 @@ from lockstep.prediction import Prediction, runner_of
 from lockstep.replicas import BatchDim, OneIntraOpThread
 from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
-from lockstep.stopping import STOP
+from lockstep.stopping import STOP, interrupting
 from lockstep.trainer.extension import (
     Action,
     Extension,
@@ -260,6 +260,7 @@ class Trainer(KnowsOthers):
         self.observation[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     @names_ours(RUN)
+    @interrupting()
     def run(self, resume: Literal["auto"] | str | Path | None = None, accept: Collection[str] = ()) -> None:
         """Train until the end of the run; continue where an earlier call was interrupted, or from a snapshot.
 
@@ -278,6 +279,7 @@ class Trainer(KnowsOthers):
             StateError: If the recipe differs from that of the snapshot in a field that `accept` does not name.
             EndOfDataError: If the iterator ends before `until` is reached.
             SignalExit: If a signal ended the run after a finished update; see `extensions.Snapshot`.
+            KeyboardInterrupt: If it was Ctrl-C and the session is interactive, or if there is no `Snapshot`.
 
         An exception is raised again after `on_error` and `finalize` of each extension and `finalize` of the updater
         were called. If one of these raises too, that error is printed to stderr and added to it as a note.
