@@ -266,14 +266,8 @@ class Evaluation:
         if has_loss:
             averages["loss"] = Average()
         for _, entries in groupby(self._reports, key=lambda entry: entry[0]):
-            result = UpdateResult(
-                applied=True,
-                tries=1,
-                loss_scale=1.0,
-                nonfinite=None,
-                reports=[report for _, report in entries],
-                summed=summed,
-            )
+            reports = [report for _, report in entries]
+            result = UpdateResult(applied=True, tries=1, loss_scale=1.0, nonfinite=None, reports=reports, summed=summed)
             for name, mean in (result.loss_and_metrics() if has_loss else result.metrics).items():
                 averages.setdefault(name, Average()).update(mean)
         return {name: average.compute() for name, average in averages.items()}

@@ -403,12 +403,8 @@ def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -
 
 def _about(trainer: Trainer) -> dict[str, Any]:
     """Describe where and by which program a snapshot is written."""
-    updater = trainer.updater
-    return {
-        PROGRAM: describe_program(),
-        "devices": [str(device) for device in updater.devices],
-        "processes": updater.communicator.size,
-    }
+    devices = [str(device) for device in trainer.updater.devices]
+    return {PROGRAM: describe_program(), "devices": devices, "processes": trainer.updater.communicator.size}
 
 
 def _reason_of(error: BaseException | None, updater: Updater) -> str | None:

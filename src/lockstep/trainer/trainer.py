@@ -183,14 +183,8 @@ class Trainer(KnowsOthers):
         priority = extension.priority if priority is None else priority
         check_integer("priority", priority)
         before = extension.call_before_training if call_before_training is None else call_before_training
-        entry = ExtensionEntry(
-            name=self._unique_name(name or extension.name),
-            extension=extension,
-            trigger=self._trigger_for(extension, trigger),
-            priority=priority,
-            call_before_training=before,
-        )
-        self._entries[entry.name] = entry
+        unique, found = self._unique_name(name or extension.name), self._trigger_for(extension, trigger)
+        self._entries[unique] = ExtensionEntry(unique, extension, found, priority, before)
         # The sort is stable: extensions of one priority stay in the order in which they were added.
         self._order = sorted(self._entries.values(), key=lambda each: -each.priority)
 
