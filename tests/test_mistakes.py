@@ -417,7 +417,7 @@ TRAINERS = [
     row("stop", lambda: set_on(trainer(), "should_stop", True), "no attribute 'should_stop'", "Call trainer.stop()"),
     row("set max_epochs", lambda: set_on(trainer(), "max_epochs", 3), "no attribute 'max_epochs'", "Set trainer.until"),
     row("until=10", lambda: trainer(until=10), 'a pair such as (10, "epoch")', "got 10"),
-    row("epochs", lambda: trainer(until=(10, "epochs")), UNIT, "got 'epochs'"),
+    row("epochs", lambda: trainer(until=(10, "epochs")), f"`until[1]` {UNIT}", "got 'epochs'. Did you mean 'epoch'?"),
     row("steps", lambda: trainer(until=(10, "step")), UNIT, "got 'step'"),
     row("swapped", lambda: trainer(until=("epoch", 10)), '(10, "epoch"), of a Python number and a unit, got ('),
     row("text", lambda: trainer(until="10 epochs"), 'a pair such as (10, "epoch")', "got '10 epochs'"),
@@ -434,7 +434,12 @@ TRAINERS = [
     row("returned dict", lambda: run(lambda _: {"x": 1.0}), "returned values (x)", "Call trainer.observe(name, value)"),
     row("trigger text", lambda: trainer().extend(ext.LogReport(), trigger="epoch"), "a pair such as", "got 'epoch'"),
     row("trigger 5", lambda: trainer().extend(ext.LogReport(), trigger=5), "a pair such as", "got 5"),
-    row("trigger steps", lambda: trainer().extend(ext.LogReport(), trigger=(5, "steps")), UNIT),
+    row(
+        "trigger steps",
+        lambda: trainer().extend(ext.LogReport(), trigger=(5, "steps")),
+        f"`trigger[1]` {UNIT}",
+        "got 'steps'",
+    ),
     row("trigger 0", lambda: trainer().extend(ext.LogReport(), trigger=(0, "epoch")), "must be above 0"),
     row("by position", lambda: trainer().extend(ext.LogReport(), (1, "epoch")), "too many positional", "trigger="),
     row("every=", lambda: trainer().extend(ext.LogReport(), every=2), "no argument `every`", "Pass trigger="),
@@ -467,10 +472,15 @@ TRAINERS = [
     row(
         "accept text",
         lambda: resumed(accept="num_shards", num_shards=3),
-        "the text 'num_shards'",
-        "Pass ('num_shards',)",
+        "`accept` must be a collection of fields of the recipe, got 'num_shards'. Pass ('num_shards',).",
     ),
-    row("accept other", lambda: resumed(accept=("foo",)), "got ('foo',)", "Fields: num_shards"),
+    row("accept other", lambda: resumed(accept=("foo",)), "got 'foo'. Fields: num_shards"),
+    row(
+        "accept several",
+        lambda: resumed(accept=("optimizer.lr", "optimizer.initial_lr", "num_shard")),
+        "got 'num_shard', 'optimizer.initial_lr'. Did you mean 'num_shards', 'optimizer.lr'? Fields: ",
+    ),
+    row("accept=True", lambda: resumed(accept=True), "`accept` must be a collection of fields", "got a bool. Pass ("),
     row("finished", lambda: twice(resume="auto"), "Nothing to train: the run in x is at update 2", "a later `until`"),
     row("not resumed", twice, "must not hold snapshots of a run that this one does not continue", "resume='auto'"),
 ]
@@ -512,6 +522,8 @@ EXTENSIONS = [
     row("best", lambda: run(ext.Snapshot(best="accuracy")), "`best` must be observed", "there is 'main/loss'"),
     row("save_top_k", lambda: ext.Snapshot(save_top_k=1), "no argument `save_top_k`", "Pass keep="),
     row("monitor", lambda: ext.Snapshot(monitor="loss"), "no argument `monitor`", "Pass best="),
+    row("limit", lambda: ext.Snapshot(save_total_limit=2), "no argument `save_total_limit`", "Pass keep="),
+    row("compute_metrics", lambda: ext.Evaluator([], compute_metrics=len), "`compute_metrics`", "Pass metrics={"),
     row(
         "evaluated dataset", lambda: evaluate(DATA), "got a TensorDataset", "BatchIterator(dataset, batch_size, repeat"
     ),

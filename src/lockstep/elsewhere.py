@@ -112,10 +112,14 @@ EVALUATOR: Final = {
     "eval_func": "Pass loss_fn=.",
     "trigger": "Pass it to trainer.extend(evaluator, trigger=...).",
     "limit_val_batches": "Pass num_batches=.",
+    "compute_metrics": 'Pass metrics={"accuracy": lockstep.metrics.Accuracy()}, of lockstep, torchmetrics or your own.',
 }
 
 SNAPSHOT: Final = {
-    "save_top_k": "Pass keep=, the number of snapshots to keep, and best=, the name of a value, to keep the best one.",
+    **dict.fromkeys(
+        ["save_top_k", "save_total_limit"],
+        "Pass keep=, the number of snapshots to keep, and best=, the name of a value, to keep the best one.",
+    ),
     "monitor": "Pass best=, the name of an observed value.",
     "dirpath": "Pass out= to the Trainer; snapshots are in its folder.",
     "filename": "Leave it out: a snapshot is a folder named for its update. `lockstep export` writes one file.",
