@@ -1,7 +1,8 @@
 """Write a snapshot for other programs.
 
 Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
-torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
+torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained, which also needs the
+configuration of the model, see --config.
 """
 
 from __future__ import annotations
