@@ -7,12 +7,15 @@ it is rejected.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from inspect import signature
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+Mode: TypeAlias = Literal["auto", "min", "max"]
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -162,6 +165,20 @@ def misfit(function: Callable[..., object], /, *args: object, **kwargs: object) 
     return ""
 
 
+def did_you_mean(given: Iterable[str], known: Collection[str]) -> str:
+    """Return a sentence with the known names that are similar to those that were given; empty without any.
+
+    >>> did_you_mean(["epochs", "steps"], ["epoch", "update"])
+    " Did you mean 'epoch'?"
+
+    Args:
+        given: The names that were given.
+        known: The names that there are.
+    """
+    close = dict.fromkeys(match for each in given for match in get_close_matches(each, known, 1))
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Check that an argument is one of some texts.
 
@@ -180,4 +197,22 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         *others, last = map(repr, choices)
         listed = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"`{name}` must be {listed}, got {value!r}.")
+        raise ValueError(f"`{name}` must be {listed}, got {value!r}.{did_you_mean([str(value)], choices)}")
+
+
+def check_mode(mode: Mode, name: str) -> Mode:
+    """Check which values of a name are better, and return ``"max"`` or ``"min"``, also for ``"auto"``.
+
+    >>> check_mode("auto", "validation/main/accuracy"), check_mode("auto", "validation/main/loss")
+    ('max', 'min')
+
+    Args:
+        mode: The argument to check. ``"auto"`` is that of Chainer: ``"max"`` for a name that contains ``accuracy``,
+            otherwise ``"min"``.
+        name: The name of the observed value.
+
+    Raises:
+        ValueError: If the mode is unknown.
+    """
+    check_choice("mode", mode, ("auto", "min", "max"))
+    return mode if mode != "auto" else "max" if "accuracy" in name else "min"

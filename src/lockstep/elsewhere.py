@@ -112,10 +112,14 @@ EVALUATOR: Final = {
     "eval_func": "Pass loss_fn=.",
     "trigger": "Pass it to trainer.extend(evaluator, trigger=...).",
     "limit_val_batches": "Pass num_batches=.",
+    "compute_metrics": 'Pass metrics={"accuracy": lockstep.metrics.Accuracy()}, of lockstep, torchmetrics or your own.',
 }
 
 SNAPSHOT: Final = {
-    "save_top_k": "Pass keep=, the number of snapshots to keep, and best=, the name of a value, to keep the best one.",
+    **dict.fromkeys(
+        ["save_top_k", "save_total_limit"],
+        "Pass keep=, the number of snapshots to keep, and best=, the name of a value, to keep the best one.",
+    ),
     "monitor": "Pass best=, the name of an observed value.",
     "dirpath": "Pass out= to the Trainer; snapshots are in its folder.",
     "filename": "Leave it out: a snapshot is a folder named for its update. `lockstep export` writes one file.",
@@ -132,10 +136,10 @@ TRAINER_NAMES: Final = {
     **dict.fromkeys(["validate", "evaluate", "test"], _EVALUATE),
     "add_callback": "Call trainer.extend(extension).",
     "callbacks": "Call trainer.extend(extension), and trainer.get_extension(name).",
-    **dict.fromkeys(
-        ["save_checkpoint", "save_model"],
-        'Snapshots are an extension: trainer.extend(lockstep.extensions.Snapshot(), trigger=(1, "epoch")).',
-    ),
+    "save_checkpoint": "Snapshots are an extension: trainer.extend(lockstep.extensions.Snapshot()).",
+    "save_model": "Call torch.save(model.state_dict(), path), or model.save_pretrained(path) of transformers.",
+    **dict.fromkeys(["should_stop", "stop_training", "should_training_stop"], "Call trainer.stop()."),
+    **dict.fromkeys(["remove_callback", "pop_callback"], "Call trainer.remove(name)."),
     "log": "Call trainer.observe(name, value).",
     "model": 'Read trainer.updater.get_all_models()["main"].',
     "optimizer": 'Call trainer.updater.get_optimizer("main").',

@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -193,6 +195,21 @@ class StopRequest:
         """Handle a signal in a forked process: workers that load data ignore it as long as the run needs them."""
         if torch.utils.data.get_worker_info() is None or self._is_over is None or self._is_over[0]:
             _end_by(number)
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Raise a `KeyboardInterrupt` in place of the `SignalExit` of Ctrl-C in an interactive session.
+
+    A `SystemExit` would end the session, with all of its objects.
+    """
+    try:
+        yield
+    except SignalExit as error:
+        # The prompt, which Python and IPython define only where someone types.
+        if error.number == signal.SIGINT and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt(str(error)) from error
+        raise
 
 
 def leave_closed_terminal() -> bool:

@@ -293,6 +293,7 @@ def test_what_the_agent_is_told() -> None:
     [
         (["-n", "0", "train.py"], "`-n` must be at least 1, got 0."),
         (["--nproc-per-node", "-2", "train.py"], "`-n` must be at least 1, got -2."),
+        (["--nproc_per_node=-2", "train.py"], "`-n` must be at least 1, got -2."),
         (["-n", "2"], "are required: script\n"),
         (
             ["-n", "0", "train.py", "--nnodes=2", "-n"],

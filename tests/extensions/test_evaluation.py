@@ -307,7 +307,7 @@ def test_what_a_lightning_module_logs_is_observed_of_any_model(tmp_path: Path, m
     assert "log" not in vars(other)  # only replicas were changed
     for model in (None, other):  # the updater's model, and one that is not
         evaluator = Evaluator([(x, y)], loss_fn=ls.supervised(cross_entropy), model=model)
-        trainer = trainer_for(tmp_path, Net(), evaluator)
+        trainer = trainer_for(tmp_path / str(model is other), Net(), evaluator)
         report = ls.extensions.LogReport(trigger=(1, "iteration"))
         trainer.extend(report)
         trainer.run()

@@ -359,7 +359,14 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator([{"x": torch.zeros(2, 4)}], {"x": Average()}).evaluate(net()),
             TypeError,
-            r"or a dict with the key `target`, got keys \['x'\]",
+            r"`target` must name the entry .*, got None for a batch with the keys \['x'\]",
+        ),
+        (
+            lambda: Evaluator(
+                [{"input": torch.zeros(2, 4), "labels": torch.zeros(2)}], {"x": Average()}, target="label"
+            ).evaluate(net()),
+            TypeError,
+            r"got 'label' for a batch with the keys \['input', 'labels'\]. Pass Evaluator\(..., target='labels'\)",
         ),
         (
             lambda: Evaluator(batches(), loss_fn=lambda model, x, _: model(x)).evaluate(net()),

@@ -148,6 +148,22 @@ def test_training_does_not_depend_on_it(tmp_path: Path) -> None:
     assert ls.digest(trainer.updater.get_all_models()["main"]) == ls.digest(other.updater.get_all_models()["main"])
 
 
+def test_one_of_several_models_is_found_by_itself(tmp_path: Path) -> None:
+    models = {name: nn.Linear(6, 3) for name in ("dis", "gen")}
+    optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in models.items()}
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(vectors(), 8),
+        optimizers,
+        models,
+        devices=1,
+        num_shards=1,
+        loss_fn=lambda nets, x, t: functional.cross_entropy(nets["dis"](x) + nets["gen"](x), t),
+    )
+    averages = [ExponentialMovingAverage(models["gen"], 0.5), ExponentialMovingAverage(models["dis"], model_name="gen")]
+    Trainer(updater, (1, "iteration"), tmp_path, extensions=averages).run()
+    assert [ls.digest(each.module) for each in averages] == [ls.digest(models["gen"])] * 2
+
+
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`decay` must be at least 0 and less than 1, got 1"):
         ExponentialMovingAverage(network(), 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.errors import StateError
+from lockstep.errors import SideFileWarning, StateError
 from lockstep.extensions import LogReport
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
@@ -68,10 +68,15 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
     assert [str(entry["main/loss"]) for entry in report.log] == ["nan", "inf", "-inf"]
 
 
-def test_a_fresh_run_begins_a_fresh_log(tmp_path: Path) -> None:
-    for iterations in (4, 2):
-        Trainer(CountingUpdater(2), (iterations, "iteration"), tmp_path, extensions=[LogReport()]).run()
+def test_a_fresh_run_warns_and_begins_a_fresh_log(tmp_path: Path) -> None:
+    first, second = (Trainer(CountingUpdater(2), (each, "iteration"), tmp_path, [LogReport()]) for each in (4, 2))
+    first.run()
+    with pytest.warns(SideFileWarning, match=r"log\.jsonl is the log of another run, .* pass another `out`"):
+        second.run()
     assert [entry["iteration"] for entry in lines(tmp_path / "log.jsonl")] == [2]
+    second.until = (4, "iteration")  # type: ignore[assignment]
+    second.run()
+    assert [entry["iteration"] for entry in lines(tmp_path / "log.jsonl")] == [2, 4]
 
 
 def build(out: Path, until: int, save_at: int = 0) -> tuple[Trainer, list[str]]:

@@ -76,6 +76,7 @@ def test_a_second_run_leaves_the_files_of_a_live_one(tmp_path: Path) -> None:
     assert all(seen[0].values())
 
 
+@pytest.mark.filterwarnings("ignore:.*is the log of another run:lockstep.errors.SideFileWarning")
 @pytest.mark.parametrize("hook", ["initialize", "update"])
 def test_a_start_that_fails_leaves_the_files_of_an_earlier_run(tmp_path: Path, hook: str) -> None:
     extensions = [LogReport(trigger=(1, "update")), CSVLogger(trigger=(1, "update")), RunRecord()]
@@ -215,7 +216,7 @@ def test_the_size_of_a_log_changes_no_snapshot(tmp_path: Path) -> None:
     sizes = []
     for every in (1, UPDATES):
         report = LogReport(trigger=(every, "update"))
-        trainer = Trainer(CountingUpdater(4, [1.0] * UPDATES), (UPDATES, "update"), tmp_path, [report])
+        trainer = Trainer(CountingUpdater(4, [1.0] * UPDATES), (UPDATES, "update"), tmp_path / f"{every}", [report])
         trainer.run()
         sizes.append(sorted(report.state_dict()))
         assert report.num_entries == UPDATES // every

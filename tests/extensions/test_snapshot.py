@@ -244,7 +244,7 @@ def trainer_with_batch_size(out: Path, batch_size: int) -> ls.Trainer:
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     values = {2: 0.1, 4: 0.9, 6: 0.3, 8: float("nan"), 10: 0.5, 12: 0.2}
-    made = trainer(tmp_path, 12, keep=2, best="score")
+    made = trainer(tmp_path, 12, keep=2, best="score", mode="max")
     made.extend(
         lambda each: each.observe("score", values[each.updater.iteration]),
         name="score",
@@ -258,7 +258,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 def test_a_best_value_that_is_not_observed_is_told_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="`best` must be observed at a snapshot.*'nothing/of/this'") as told:
-        trainer(tmp_path, best="nothing/of/this").run()
+        trainer(tmp_path, best="nothing/of/this", mode="min").run()
     assert len(told) == 1
 
 
@@ -301,13 +301,39 @@ def test_loops_without_a_trainer(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"keep": 0}, "`keep` must be at least 1, got 0"),
-        ({"mode": "most"}, "`mode` must be 'max' or 'min', got 'most'"),
+        ({"mode": "most"}, "`mode` must be 'auto', 'min' or 'max', got 'most'"),
         ({"digest_every": 0}, "`digest_every` must be at least 1, got 0"),
     ],
 )
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ls.extensions.Snapshot(**options)
+
+
+@pytest.mark.parametrize(
+    ("best", "mode"), [("validation/main/loss", "min"), ("validation/main/accuracy", "max"), (None, "min")]
+)
+def test_the_mode_is_that_of_early_stopping(best: str | None, mode: str) -> None:
+    assert ls.extensions.Snapshot(best=best).mode == ls.triggers.EarlyStopping(best or "main/loss").mode == mode
+
+
+def test_the_smallest_loss_is_the_best(tmp_path: Path) -> None:
+    made = trainer(tmp_path, 6, keep=1, best="val_loss")
+    losses = {2: 0.3, 4: 0.1, 6: 0.2}
+    made.extend(
+        lambda each: each.observe("val_loss", losses[each.updater.iteration]),
+        name="val_loss",
+        trigger=(2, "iteration"),
+        priority=300,
+    )
+    made.run()
+    assert snapshots(tmp_path) == [4, 6]
+
+
+def test_a_name_that_does_not_say_which_values_are_better_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="smallest 'val/f1' is the best one"):
+        ls.extensions.Snapshot(best="val/f1")
+    ls.extensions.Snapshot(best="val/f1", mode="max")
 
 
 @pytest.mark.parametrize(("mode", "better", "worse"), [("max", 2.0, 0.5), ("min", 0.5, 2.0)])

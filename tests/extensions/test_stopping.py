@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lockstep as ls
 from tests.support import zygote
@@ -26,6 +27,7 @@ from tests.support.interrupting import (
     start,
 )
 from tests.support.processes import children
+from tests.support.resuming import vectors
 from tests.support.waiting import await_true
 
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
@@ -67,6 +69,33 @@ def test_moments(tmp_path: Path, point: str, update: int, name: str) -> None:
     # The snapshot of the interval is as good.
     assert reasons == (f"signal {name}",) or (reasons == ("interval",) and finished % INTERVAL == 0)
     check_ended(tmp_path, resume(tmp_path, ITERABLE=iterable), resumed_from=finished, iterable=iterable)
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("moment", ["call", "finalize"])
+def test_an_interactive_session_outlives_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, interactive: bool
+) -> None:
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    batches = ls.BatchIterator(vectors(), 8)
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = ls.supervised(torch.nn.functional.cross_entropy)
+    updater = ls.ParallelUpdater(batches, optimizer, model, devices=1, num_shards=2, loss_fn=loss)
+    trainer = ls.Trainer(updater, (2, "iteration"), tmp_path, extensions=[ls.extensions.Snapshot()])
+    press = ls.trainer.make_extension(
+        trigger=(2, "iteration") if moment == "call" else None,
+        finalize=lambda _: os.kill(os.getpid(), signal.SIGINT) if moment == "finalize" else None,
+    )(lambda _: os.kill(os.getpid(), signal.SIGINT))
+    trainer.extend(press)
+    with pytest.raises(KeyboardInterrupt if interactive else ls.SignalExit):
+        trainer.run()
+    assert newest(tmp_path)[0] == 2
+    trainer.until = (4, "iteration")
+    trainer.remove("<lambda>")
+    trainer.run()
+    assert updater.iteration == 4
 
 
 @pytest.mark.parametrize("point", ["writing:*", pytest.param("loss:9", marks=pytest.mark.slow)])

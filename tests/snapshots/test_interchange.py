@@ -120,7 +120,7 @@ def test_the_best_snapshot_is_found_and_exported(tmp_path: Path) -> None:
         trigger=(1, "update"),
         priority=500,
     )
-    trainer.extend(PatientSnapshot(keep=4, best="score"), trigger=(1, "update"))
+    trainer.extend(PatientSnapshot(keep=4, best="score", mode="max"), trigger=(1, "update"))
     trainer.run()
     found = ls.snapshots.best(tmp_path)
     assert [each.update for each in ls.snapshots.list(tmp_path)] == [1, 2, 3, 4]
@@ -298,3 +298,16 @@ def test_escapes_in_names_are_not_printed(capsys: pytest.CaptureFixture[str]) ->
     told = capsys.readouterr().out
     assert "\\x1b[2Jweight" in told
     assert all(line.isprintable() for line in [*told.split("\n"), *str(raised.value).split("\n")])
+
+
+def test_an_export_without_the_configuration_says_what_else_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ls.snapshots.save(built("sgd"), tmp_path / "saved")
+    export = ["export", str(tmp_path / "saved"), "--to", "hf"]
+    assert command([*export, str(tmp_path / "hf")]) == 0
+    errors = capsys.readouterr().err
+    assert errors == "lockstep export: from_pretrained also needs config.json, which --config FILE adds.\n"
+    (tmp_path / "config.json").write_text("{}")
+    assert command([*export, str(tmp_path / "hf2"), "--config", str(tmp_path / "config.json")]) == 0
+    assert capsys.readouterr().err == ""

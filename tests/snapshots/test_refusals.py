@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.snapshots import updater_state as recipes
@@ -334,6 +336,29 @@ def test_unknown_fields_are_refused(saved: Path) -> None:
         ValueError, match=r"`accept` must be a collection of fields of the recipe, got .*batchsize.* batch_size"
     ):
         ls.snapshots.restore(made, saved, accept=("batchsize",))
+
+
+def test_of_several_schedulers_only_the_options_that_differ_are_listed(tmp_path: Path) -> None:
+    def made(lr: float, updates: int) -> ls.ParallelUpdater:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        parts = [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, updates)]
+        batches = ls.BatchIterator(TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1)), 2)
+        loss_fn = ls.supervised(torch.nn.functional.mse_loss)
+        scheduler = lr_scheduler.SequentialLR(optimizer, parts, [2])
+        options: dict[str, Any] = {"devices": 1, "num_shards": 1, "scheduler": scheduler, "loss_fn": loss_fn}
+        return ls.ParallelUpdater(batches, optimizer, model, **options)
+
+    ls.snapshots.save(made(0.1, 20), tmp_path / "saved")
+    with pytest.raises(ls.StateError) as raised:
+        ls.snapshots.restore(made(0.1, 40), tmp_path / "saved")
+    assert "differ. scheduler._schedulers.1.T_max is 40 here and 20 in the snapshot. Restore" in str(raised.value)
+    assert "accept=('scheduler._schedulers',)" in str(raised.value)
+    with pytest.raises(ls.StateError) as raised:
+        ls.snapshots.restore(made(0.5, 40), tmp_path / "saved")
+    assert "scheduler._schedulers.0.base_lrs is [0.5] here and [0.1] in the snapshot" in str(raised.value)
+    assert "_last_lr" not in str(raised.value)
+    assert len(str(raised.value)) < 600
 
 
 def test_a_run_without_snapshots_is_refused_by_the_name_of_the_argument(tmp_path: Path) -> None:

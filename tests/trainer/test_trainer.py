@@ -387,7 +387,7 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
     trainer = Trainer(CountingUpdater(), out=out)
     with pytest.raises(TypeError, match="`extension` must be an Extension or a function of the trainer, got 3"):
         trainer.extend(3)
-    with pytest.raises(ValueError, match="`unit` must be 'iteration'"):
+    with pytest.raises(ValueError, match=r"`trigger\[1\]` must be 'iteration'"):
         trainer.extend(Recorder("x", []), trigger=(1, "day"))
     with pytest.raises(TypeError, match="`priority` must be an integer, got 'high'"):
         trainer.extend(Recorder("x", []), priority="high")

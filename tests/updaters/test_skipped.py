@@ -107,8 +107,8 @@ def test_a_run_of_skipped_updates_is_an_error_that_names_weights_that_are_not_fi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_applied_updates_in_between_begin_a_new_run_and_none_allows_any_number(kind: str, tmp_path: Path) -> None:
-    train(updater_of(kind, max_skipped=2), 3, tmp_path)
-    log = train(updater_of(kind, bad_weights=True, max_skipped=None), 3, tmp_path).log
+    train(updater_of(kind, max_skipped=2), 3, tmp_path / "some")
+    log = train(updater_of(kind, bad_weights=True, max_skipped=None), 3, tmp_path / "all").log
     assert [entry["main/skipped"] for entry in log] == [EPOCH] * 3
     assert [str(entry["main/loss"]) for entry in log] == ["nan"] * 3
 

@@ -17,16 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lockstep.doctor import (
-    Facts,
-    Finding,
-    Outcome,
-    are_equal,
-    describe_machine,
-    find_problems,
-    is_sound,
-    run_self_test,
-)
+from lockstep.doctor import Facts, Finding, Outcome, are_equal, describe_machine, find_problems, is_sound, run_self_test
 
 COLUMNS: Final = 80
 """The width of the text."""

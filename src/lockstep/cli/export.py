@@ -1,7 +1,8 @@
 """Write a snapshot for other programs.
 
 Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
-torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
+torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained, which also needs the
+configuration of the model, see --config.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def call(options: argparse.Namespace) -> int:
             written = f"{options.path}: {', '.join(checkpoint)} of update {checkpoint['iteration']}"
         else:
             written = str(export_hf(source, options.path, config=options.config, model=options.model))
+            if options.config is None:
+                hint = "from_pretrained also needs config.json, which --config FILE adds."
+                sys.stderr.write(f"lockstep export: {hint}\n")
     except (SnapshotError, OSError, KeyError) as error:
         # The text of a KeyError is the repr of its message.
         sys.stderr.write(f"lockstep export: {error.args[0] if isinstance(error, KeyError) else error}\n")

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     # This formatter keeps the line breaks of the examples.
     parser.epilog, parser.formatter_class = f"examples:{EXAMPLES}", argparse.RawDescriptionHelpFormatter
-    names = ("-n", "--num-processes", "--nproc-per-node")  # the last one is torchrun's
+    names = ("-n", "--num-processes", "--nproc-per-node", "--nproc_per_node")  # the last two are torchrun's
     parser.add_argument(*names, default="auto", help="processes on this machine; auto: one per GPU, else one per core")
     parser.add_argument("--nnodes", default="1", help="number of machines; 2:4 for two to four (default: 1)")
     parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="address at which several machines meet")

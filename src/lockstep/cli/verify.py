@@ -95,9 +95,7 @@ def _result(report: Report) -> str:
 
 
 def _about(row: Row) -> str:
-    if row.skipped:
-        return row.skipped
-    return row.way.meaning if row.difference is None else row.difference.describe()
+    return row.skipped or (row.way.meaning if row.difference is None else row.difference.describe())
 
 
 def _as_json(report: Report) -> dict[str, Any]:

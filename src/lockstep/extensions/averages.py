@@ -16,6 +16,7 @@ from lockstep.precision import HALF_PRECISION
 from lockstep.state import check_keys
 from lockstep.trainer import EDITOR, WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import MAIN
 
 
 class ExponentialMovingAverage(Extension):
@@ -32,10 +33,11 @@ class ExponentialMovingAverage(Extension):
     updated.
 
     Args:
-        model: The model that is averaged, which has all its parameters: that of the updater, or one of the same class
+        model: The model that is averaged, which has all its parameters: one of the updater's, or one of the same class
             with the same shapes.
         decay: The decay d, at least 0 and less than 1.
-        model_name: The name of the model in the updater.
+        model_name: The name of the model in the updater; by default that of `model`, or ``"main"`` if it is none of the
+            updater's.
         use_buffers: Whether floating-point buffers are averaged, too; by default all buffers are copied.
         trigger: The trigger that decides when to update the average.
 
@@ -62,13 +64,14 @@ class ExponentialMovingAverage(Extension):
         model: torch.nn.Module,
         decay: float = 0.999,
         *,
-        model_name: str = "main",
+        model_name: str | None = None,
         use_buffers: bool = False,
         trigger: TriggerSpec = (1, "iteration"),
     ) -> None:
         check_instance("model", model, torch.nn.Module, "a torch.nn.Module")
         check_bool("use_buffers", use_buffers)
         self.model_name = model_name
+        self._model, self._name = model, model_name or MAIN
         self.trigger = trigger
         self.average = AveragedModel(model, use_buffers=use_buffers)
         self.decay = decay
@@ -104,7 +107,7 @@ class ExponentialMovingAverage(Extension):
         Raises:
             KeyError: If the updater has no model of this name.
         """
-        model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
+        model = look_up(self._name, trainer.updater.get_all_models(), "model_name")
         is_first = bool(self._exact) and int(self.average.n_averaged) == 0
         self.average.update_parameters(model)
         given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)
@@ -119,12 +122,14 @@ class ExponentialMovingAverage(Extension):
             KeyError: If the updater has no model of this name.
             ValueError: If its weights have other names or shapes than those of the average.
         """
-        model = look_up(self.model_name, trainer.updater.get_all_models(), "model_name")
+        models = trainer.updater.get_all_models()
+        self._name = self.model_name or next((name for name, each in models.items() if each is self._model), MAIN)
+        model = look_up(self._name, models, "model_name")
         weights, averages = ({name: each.shape for name, each in of.named_parameters()} for of in (model, self.module))
         if weights != averages:
             name = min({*weights.items()} ^ {*averages.items()})[0]
             raise ValueError(
-                f"`model` of ExponentialMovingAverage must be the updater's model {self.model_name!r}, got one that "
+                f"`model` of ExponentialMovingAverage must be the updater's model {self._name!r}, got one that "
                 f"differs in {name!r}. Pass the model that is trained, or name another one by `model_name`."
             )
 

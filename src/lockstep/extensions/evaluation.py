@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -145,10 +146,15 @@ class Evaluation:
             inputs = dict(kwargs)
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
         if len(args) < len(("input", "target")):
-            got = f"keys {sorted(kwargs)}" if kwargs else f"{len(args)} tensor"
+            if kwargs:
+                close = get_close_matches(self.target or "labels", kwargs, 1, 0.0)
+                raise TypeError(
+                    f"`target` must name the entry of a batch with which metrics compare outputs, got {self.target!r} "
+                    f"for a batch with the keys {sorted(kwargs)}. Pass Evaluator(..., target={close[0]!r}) or the like."
+                )
             raise TypeError(
-                f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}. Metrics compare "
-                "outputs with targets: give a dataset of pairs (input, target)."
+                f"A batch must be (*inputs, target), or a dict with the key `target`, got {len(args)} tensor. Metrics "
+                "compare outputs with targets: give a dataset of pairs (input, target)."
             )
         return ShardArguments(args, kwargs, args[:-1], {}, args[-1])
 
@@ -260,14 +266,8 @@ class Evaluation:
         if has_loss:
             averages["loss"] = Average()
         for _, entries in groupby(self._reports, key=lambda entry: entry[0]):
-            result = UpdateResult(
-                applied=True,
-                tries=1,
-                loss_scale=1.0,
-                nonfinite=None,
-                reports=[report for _, report in entries],
-                summed=summed,
-            )
+            reports = [report for _, report in entries]
+            result = UpdateResult(applied=True, tries=1, loss_scale=1.0, nonfinite=None, reports=reports, summed=summed)
             for name, mean in (result.loss_and_metrics() if has_loss else result.metrics).items():
                 averages.setdefault(name, Average()).update(mean)
         return {name: average.compute() for name, average in averages.items()}

@@ -18,15 +18,7 @@ from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.elsewhere import EVALUATOR, names_ours
 from lockstep.errors import warn
 from lockstep.extensions.evaluation import Evaluation
-from lockstep.metrics import (
-    Metric,
-    Observed,
-    OwnMetric,
-    TorchMetric,
-    flatten_value,
-    is_collection,
-    is_torchmetric,
-)
+from lockstep.metrics import Metric, Observed, OwnMetric, TorchMetric, flatten_value, is_collection, is_torchmetric
 from lockstep.prediction import check_one_pass, rewound, runner_of
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions

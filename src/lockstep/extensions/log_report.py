@@ -35,9 +35,9 @@ class LogReport(Extension):
 
     The log is not part of a snapshot; its position is, with the last entry. A run that resumes keeps the file up to
     there, and removes lines, complete or not, that a killed process wrote later. If it resumes in another folder, it
-    copies them. A `SideFileWarning` names a log that is absent or too short, and the log
-    begins with what there is. A new run in the folder of an old one starts a new log with its first entry. With several
-    processes, each process has the log in memory, and the first rank of each folder writes the file.
+    copies them. A `SideFileWarning` names a log that is absent or too short, and the log begins with what there is. A
+    new run in the folder of an old one warns, and starts a new log with its first entry. With several processes, each
+    process has the log in memory, and the first rank of each folder writes the file.
 
     If a line cannot be written, a `SideFileWarning` says so, and it is written with a later one.
 
@@ -80,7 +80,7 @@ class LogReport(Extension):
         self.sums = check_names("sums", self.sums) or ()
         check_bool("required", self.required)
         self._file = SideFile(Path(), self.filename, required=self.required)
-        self._writes = False
+        self._writes = self._loaded = False
         self.num_entries = 0
         self._last: LogEntry = {}
         # Of the lines of a log that is resumed, none is parsed before something asks for the entries.
@@ -140,6 +140,13 @@ class LogReport(Extension):
             self._file.check()
             self._writes = True
 
+    def begin(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
+        """Warn of the log of another run, which the first entry will replace."""
+        path = self._file.path
+        if self._writes and not (self._loaded or self.num_entries) and kind_of(path) and path.stat().st_size:
+            message = f"{path} is the log of another run, which the first entry of this one replaces. To keep it, pass"
+            warn(f"{message} another `out` to the Trainer.", SideFileWarning)
+
     def finalize(self, trainer: Trainer) -> None:
         """Write what could not be written before."""
         known = {name for entry in (self.log if self.keys else []) for name in entry}
@@ -171,7 +178,7 @@ class LogReport(Extension):
         self._means.load_state_dict(state["averages"])
         if saved is None:
             self._begin(content)
-        self._awaited = None if saved == self._where else saved
+        self._awaited, self._loaded = None if saved == self._where else saved, True
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -301,10 +301,8 @@ class VariableStatisticsPlot(Plot):
             chosen = [
                 each for name, each in _named(trainer).items() if self.parameters is None or name in self.parameters
             ]
-            tensors = {
-                "data": [each.detach() for each in chosen],
-                "grad": [e.grad for e in chosen if e.grad is not None],
-            }
+            grads = [each.grad for each in chosen if each.grad is not None]
+            tensors = {"data": [each.detach() for each in chosen], "grad": grads}
             found = {kind: _statistics(tensors[kind], self.percentiles) for kind in self.kinds if tensors[kind]}
             self.points.append((trainer.updater.iteration, found))
         self._num_calls += 1

@@ -124,9 +124,7 @@ def _columns(known: tuple[str, ...], entry: LogEntry) -> tuple[str, ...]:
 
 def _cell(name: str, entry: LogEntry) -> str:
     """Format the value of an entry for its column, which is empty if there is none."""
-    if name not in entry:
-        return ""
-    return _duration(entry[name]) if name == "elapsed_time" else f"{entry[name]:.6g}"
+    return "" if name not in entry else _duration(entry[name]) if name == "elapsed_time" else f"{entry[name]:.6g}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,10 +9,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from lockstep import snapshots
-from lockstep.arguments import check_integer
+from lockstep.arguments import Mode, check_integer, check_mode
 from lockstep.communicators import AgentDeadline
 from lockstep.elsewhere import SNAPSHOT, names_ours
 from lockstep.errors import (
@@ -37,8 +37,6 @@ from lockstep.updaters import Updater
 LAST: Final = -1_000_000
 """A priority below that of any other extension, so that none is still to come when the state is saved."""
 
-Mode = Literal["max", "min"]
-
 
 @names_ours(SNAPSHOT)
 @dataclass(eq=False, repr=False)
@@ -49,8 +47,9 @@ class Snapshot(Extension):
     thread writes it. An error of the disk is a warning, and the next snapshot is tried as usual.
 
     While the run has this extension, SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 on any rank end it after the current update:
-    the state is written, and `run` raises a `SignalExit`, with which Python ends with exit code 143, 130 or 138. A
-    second SIGINT ends the process at once. If another rank is lost, a rank that survives writes the state of the last
+    the state is written, and `run` raises a `SignalExit`, with which Python ends with exit code 143, 130 or 138. In an
+    interactive session, Ctrl-C is a `KeyboardInterrupt`, which does not end the session. A second SIGINT ends the
+    process at once. If another rank is lost, a rank that survives writes the state of the last
     finished update before `run` raises the `PeerError`.
 
     The run also logs digests of its state, in ``digests.jsonl``. Updates that are repeated after a restart are compared
@@ -60,7 +59,9 @@ class Snapshot(Extension):
         keep: The number of newest snapshots to keep, at least 1. While one is written, there is one more.
         best: The name of an observed value, such as ``"validation/main/accuracy"``, by which the best snapshot is kept
             as well. The value must be observed at the update of a snapshot, or that snapshot cannot be the best.
-        mode: Whether the largest (``"max"``) or the smallest (``"min"``) value is the best.
+        mode: Whether the largest (``"max"``) or the smallest (``"min"``) value is the best. ``"auto"`` means ``"max"``
+            for a name that contains ``accuracy``, otherwise ``"min"``, as for `EarlyStopping`; for a name that contains
+            neither ``accuracy`` nor ``loss``, a warning says so.
         per_machine: Whether one process writes on each machine, for folders that machines do not share. By default rank
             0 writes.
         required: Whether three failed attempts in a row end the run.
@@ -81,7 +82,7 @@ class Snapshot(Extension):
 
     keep: int = 3
     best: str | None = None
-    mode: Mode = "max"
+    mode: Mode = "auto"
     per_machine: bool = False
     required: bool = False
     _: KW_ONLY
@@ -89,6 +90,12 @@ class Snapshot(Extension):
     digest_every: int | None = 1000
 
     def __post_init__(self) -> None:
+        if self.best and self.mode == "auto" and not any(each in self.best for each in ("accuracy", "loss")):
+            warn(
+                f'`mode` is "auto", by which the smallest {self.best!r} is the best one, because the name contains '
+                'neither "accuracy" nor "loss". Pass mode="min" or mode="max".'
+            )
+        self.mode = check_mode(self.mode, self.best or "")
         self._retention = snapshots.Retention(keep=self.keep, best=self.best, mode=self.mode)
         if self.digest_every is not None:
             check_integer("digest_every", self.digest_every, minimum=1)
@@ -396,12 +403,8 @@ def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -
 
 def _about(trainer: Trainer) -> dict[str, Any]:
     """Describe where and by which program a snapshot is written."""
-    updater = trainer.updater
-    return {
-        PROGRAM: describe_program(),
-        "devices": [str(device) for device in updater.devices],
-        "processes": updater.communicator.size,
-    }
+    devices = [str(device) for device in trainer.updater.devices]
+    return {PROGRAM: describe_program(), "devices": devices, "processes": trainer.updater.communicator.size}
 
 
 def _reason_of(error: BaseException | None, updater: Updater) -> str | None:

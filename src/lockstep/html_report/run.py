@@ -157,15 +157,8 @@ def read_run(path: Path, *, log: str = LOG) -> RunData:
     found = snapshots.list(path)
     manifests = [each.manifest for each in found if each.manifest is not None]
     logged = {update: record.digest for update, record in snapshots.read_digest_log(path).items()}
-    digests = {**{each.update: each.training for each in manifests}, **logged}
-    return RunData(
-        path,
-        path.resolve().name,
-        read_log(path / log),
-        _read_record(path / RECORD),
-        dict(sorted(digests.items())),
-        found,
-    )
+    digests = dict(sorted({**{each.update: each.training for each in manifests}, **logged}.items()))
+    return RunData(path, path.resolve().name, read_log(path / log), _read_record(path / RECORD), digests, found)
 
 
 def _read_record(path: Path) -> list[Session]:

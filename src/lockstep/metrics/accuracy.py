@@ -135,9 +135,7 @@ class Accuracy:
 
     def _counted(self, target: torch.Tensor) -> torch.Tensor:
         """Return a mask of the targets that count."""
-        if self.ignore_index is None:
-            return torch.ones_like(target, dtype=torch.bool)
-        return target != self.ignore_index
+        return torch.ones_like(target, dtype=torch.bool) if self.ignore_index is None else target != self.ignore_index
 
 
 def _num_preceding(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -267,9 +267,7 @@ def _rule_of(holders: Any) -> MergeRule:
                 ordered = True
                 num_summed += default.numel()
             ordered |= kind in {"dim_zero_cat", "list"}
-    if num_summed > MAX_ORDERED:
-        return "gather"
-    return "order" if ordered else "count"
+    return "gather" if num_summed > MAX_ORDERED else "order" if ordered else "count"
 
 
 def _has_other_attributes(holder: Any) -> bool:

@@ -88,9 +88,7 @@ def as_cuttable(batch: Any, converter: Converter | None, device: torch.device, *
             f"{type(batch).__name__} without tensors. Pass a converter that returns the tensors of a list of samples, "
             f"and let `{name}` yield lists of samples, as a lockstep.BatchIterator does."
         )
-    if isinstance(batch, Sequence):
-        return Samples(batch, range(len(batch)), batch)
-    return converter(batch, device)
+    return Samples(batch, range(len(batch)), batch) if isinstance(batch, Sequence) else converter(batch, device)
 
 
 def _consists_of_tensors(batch: Any) -> bool:

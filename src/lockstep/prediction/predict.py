@@ -224,9 +224,7 @@ def _order(collected: list[ShardOutput], sizes: list[int]) -> torch.Tensor | Non
     """Return where each sample lies in the merged outputs; None if they are in order, as without strided shards."""
     starts = list(accumulate(sizes, initial=0))
     positions = [starts[batch] + sample for (batch, _), samples, _ in collected for sample in samples]
-    if positions == list(range(len(positions))):
-        return None
-    return torch.tensor(positions, device="cpu").argsort()
+    return None if positions == list(range(len(positions))) else torch.tensor(positions, device="cpu").argsort()
 
 
 def predict(

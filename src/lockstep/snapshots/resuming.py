@@ -72,9 +72,7 @@ def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> S
             raise SnapshotError(" ".join(errors))
         return None
     owner = next(rank for rank, (update, _, _) in enumerate(found) if update == newest)
-    if all(digest == found[owner][1] for _, digest, _ in found):
-        return own
-    return _send(communicator, own, owner)
+    return own if all(digest == found[owner][1] for _, digest, _ in found) else _send(communicator, own, owner)
 
 
 def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, list[Any]]:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.arguments import check_instance, did_you_mean
 from lockstep.communicators import kernel_class
 from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable, warn
 from lockstep.program import describe_program
@@ -126,7 +127,22 @@ class Change(NamedTuple):
     own: Any
 
     def __str__(self) -> str:
-        return f"{printable(self.name)} is {self.own!r} here and {self.saved!r} in the snapshot"
+        inner = [self]
+        if isinstance(self.saved, list) and isinstance(self.own, list):
+            inner = compare_fields(*(dict(_options(self.name, each)) for each in (self.saved, self.own))) or inner
+        texts = [f"{printable(name)} is {own!r} here and {saved!r} in the snapshot" for name, saved, own in inner]
+        return "; ".join(texts)
+
+
+def _options(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the options within a field, such as those of each of several schedulers, but not what follows from them."""
+    if isinstance(value, list) and dict in map(type, value):
+        value = dict(enumerate(value))
+    for key, each in value.items() if isinstance(value, dict) else ():
+        if key == "_schedulers" or not str(key).startswith("_"):
+            yield from _options(f"{name}.{key}", each)
+    if not isinstance(value, dict):
+        yield name, value
 
 
 @dataclass(frozen=True)
@@ -177,13 +193,15 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
 
     Raises:
         StateError: If other fields differ. The message lists them with both values.
+        TypeError: If `accept` is no collection.
         ValueError: If `accept` names something that is no field of either recipe.
     """
-    unknown = sorted(set(accept) - saved.keys() - own.keys())
-    if isinstance(accept, str) or unknown:
-        listed = ", ".join(name for name in own if ".model." not in f".{name}")
-        given = f"the text {accept!r}. Pass ({accept!r},)" if isinstance(accept, str) else f"{accept!r}"
-        raise ValueError(f"`accept` must be a collection of fields of the recipe, got {given}. Fields: {listed}.")
+    check_instance("accept", accept, Collection, "a collection of fields of the recipe", "Pass ('num_shards',) or so.")
+    unknown = [accept] if isinstance(accept, str) else sorted(set(accept) - saved.keys() - own.keys())
+    if unknown:
+        remedy = f" Pass ({accept!r},)." if isinstance(accept, str) else did_you_mean(unknown, own.keys())
+        what = f"`accept` must be a collection of fields of the recipe, got {', '.join(map(repr, unknown))}.{remedy}"
+        raise ValueError(f"{what} Fields: {', '.join(name for name in own if '.model.' not in f'.{name}')}.")
     # Snapshots of older versions lack the order.
     changes = [each for each in compare_fields(saved, own) if not (_is_order(each.name) and each.saved is MISSING)]
     accept = {name for name in accept if not _is_shape(name)}

@@ -57,7 +57,7 @@ class Extension(Stateful, ABC):
     saves_run: bool = False
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: trigger {self.trigger!r}, priority {self.priority}>"
+        return f"<{type(self).__name__}: default trigger {self.trigger!r}, default priority {self.priority}>"
 
     @property
     def name(self) -> str:
@@ -186,15 +186,20 @@ class FunctionExtension(Extension):
             )
 
 
-def as_extension(extension: Extension | Action) -> Extension:
+HOOKS: Final = ("__call__", "collect", "before_update", "prepare", "initialize", "begin", "finalize", "on_error")
+"""The methods of an extension that a trainer calls with itself, and the last one with an error, too."""
+
+
+def as_extension(extension: Extension | Action, **given: Any) -> Extension:
     """Return an extension as it is, and a function of the trainer as an extension with its attributes.
 
     Args:
         extension: An `Extension`, or a function or another callable. Of its attributes, ``trigger``, ``priority``,
             ``call_before_training``, ``initialize``, ``finalize`` and ``on_error`` are read, if it has them.
+        **given: Values for a function that take precedence over its attributes unless they are None.
 
     Raises:
-        TypeError: If it is not callable.
+        TypeError: If it is not callable, or one of its methods cannot be called as a trainer does.
 
     >>> def greet(trainer): print("epoch", trainer.updater.epoch)
     >>> greet.trigger = (1, "epoch")
@@ -209,14 +214,28 @@ def as_extension(extension: Extension | Action) -> Extension:
     if not callable(extension):
         remedy = " Call extend for each, or pass extensions= to the Trainer." if isinstance(extension, list) else ""
         raise TypeError(f"{rule}, got {extension!r}.{remedy}")
-    if isinstance(extension, Extension):
-        return extension
-    if reason := misfit(extension, None):
+    made = extension if isinstance(extension, Extension) else _wrapped(extension, rule, given)
+    for name in HOOKS:
+        parameters = ("trainer", "error") if name == "on_error" else ("trainer",)
+        if reason := misfit(getattr(made, name), *parameters):
+            take = f"def {name}({', '.join(('self', *parameters))})"
+            what = f"got one of {made.name} that cannot: {reason}"
+            raise TypeError(f"`{name}` must take the {' and the '.join(parameters)}, {what}. Write it as {take}.")
+    unknown = [name for name in dir(type(extension)) if name.startswith("on_") and name not in HOOKS]
+    if unknown:
+        warn(
+            f"No trainer calls {', '.join(unknown)} of {type(extension).__name__}. It calls these methods of an "
+            f'extension: {", ".join(HOOKS)}; the first one when the trigger fires, such as (1, "epoch").'
+        )
+    return made
+
+
+def _wrapped(function: Action, rule: str, given: Mapping[str, Any]) -> FunctionExtension:
+    if reason := misfit(function, None):
         raise TypeError(f"{rule}, got one that cannot be called with the trainer: {reason}.")
     names = ("trigger", "priority", "call_before_training", "initialize", "finalize", "on_error")
-    return FunctionExtension(
-        extension, **{each: getattr(extension, each) for each in names if hasattr(extension, each)}
-    )
+    own = {each: getattr(function, each) for each in names if hasattr(function, each)}
+    return FunctionExtension(function, **own | {name: each for name, each in given.items() if each is not None})
 
 
 def make_extension(

@@ -21,7 +21,7 @@ from lockstep.prediction import Prediction, runner_of
 from lockstep.replicas import BatchDim, OneIntraOpThread
 from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.state import check_keys, load_all
-from lockstep.stopping import STOP
+from lockstep.stopping import STOP, interrupting
 from lockstep.trainer.extension import (
     Action,
     Extension,
@@ -32,16 +32,7 @@ from lockstep.trainer.extension import (
     unsaved_of,
 )
 from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
-from lockstep.triggers import (
-    Never,
-    Progress,
-    Trigger,
-    TriggerSpec,
-    get_trigger,
-    get_until,
-    position,
-    reached,
-)
+from lockstep.triggers import Never, Progress, Trigger, TriggerSpec, get_trigger, get_until, position, reached
 from lockstep.updaters import Converter, Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
@@ -176,11 +167,12 @@ class Trainer(KnowsOthers):
             call_before_training: Whether it is also called once before the first update.
 
         Raises:
-            TypeError: If the extension is not callable, or the trigger is not a trigger.
+            TypeError: If the extension is not callable, one of its methods cannot be called as a trainer does, or the
+                trigger is not a trigger.
             ValueError: If the trigger belongs to another extension, or is out of range.
             OrderError: If the trainer is running, or has this extension already.
         """
-        extension = as_extension(extension)
+        extension = as_extension(extension, trigger=trigger, priority=priority)
         if any(entry.extension is extension for entry in self._order):
             raise OrderError(
                 f"`extension` must not be added twice, got {self.name_of(extension)} again. Create another one, or "
@@ -191,16 +183,28 @@ class Trainer(KnowsOthers):
         priority = extension.priority if priority is None else priority
         check_integer("priority", priority)
         before = extension.call_before_training if call_before_training is None else call_before_training
-        entry = ExtensionEntry(
-            name=self._unique_name(name or extension.name),
-            extension=extension,
-            trigger=self._trigger_for(extension, trigger),
-            priority=priority,
-            call_before_training=before,
-        )
-        self._entries[entry.name] = entry
+        unique, found = self._unique_name(name or extension.name), self._trigger_for(extension, trigger)
+        self._entries[unique] = ExtensionEntry(unique, extension, found, priority, before)
         # The sort is stable: extensions of one priority stay in the order in which they were added.
         self._order = sorted(self._entries.values(), key=lambda each: -each.priority)
+
+    def remove(self, name: str) -> None:
+        """Remove an extension, for example to add a corrected one in its place after it has raised an error.
+
+        Args:
+            name: The name under which the extension was added.
+
+        Raises:
+            KeyError: If there is no extension of this name; the message lists the names.
+            OrderError: If the trainer is running.
+        """
+        if self._started is not None:
+            raise OrderError("`remove` must not be called during a run.")
+        removed = look_up(name, self._entries)
+        del self._entries[name]
+        self._order.remove(removed)
+        self._pending = deque(each for each in self._pending if each is not removed)
+        self._due = None if self._due is removed else self._due
 
     @property
     def extensions(self) -> dict[str, Extension]:
@@ -250,6 +254,7 @@ class Trainer(KnowsOthers):
         self.observation[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     @names_ours(RUN)
+    @interrupting()
     def run(self, resume: Literal["auto"] | str | Path | None = None, accept: Collection[str] = ()) -> None:
         """Train until the end of the run; continue where an earlier call was interrupted, or from a snapshot.
 
@@ -268,6 +273,7 @@ class Trainer(KnowsOthers):
             StateError: If the recipe differs from that of the snapshot in a field that `accept` does not name.
             EndOfDataError: If the iterator ends before `until` is reached.
             SignalExit: If a signal ended the run after a finished update; see `extensions.Snapshot`.
+            KeyboardInterrupt: If it was Ctrl-C and the session is interactive, or if there is no `Snapshot`.
 
         An exception is raised again after `on_error` and `finalize` of each extension and `finalize` of the updater
         were called. If one of these raises too, that error is printed to stderr and added to it as a note.

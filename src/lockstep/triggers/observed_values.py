@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
 
-from lockstep.arguments import check_choice, check_number
+from lockstep.arguments import Mode, check_mode, check_number
 from lockstep.errors import warn
 from lockstep.metrics import Average
 from lockstep.triggers.times import TriggerSpec, get_trigger
@@ -137,7 +136,7 @@ class EarlyStopping(Trigger):
     monitor: str = "main/loss"
     _: KW_ONLY
     patience: int = 3
-    mode: Literal["auto", "min", "max"] = "auto"
+    mode: Mode = "auto"
     check_trigger: TriggerSpec = (1, "epoch")
     max_trigger: TriggerSpec = (100, "epoch")
     min_delta: float = 0.0
@@ -149,14 +148,12 @@ class EarlyStopping(Trigger):
 
     def __post_init__(self) -> None:
         check_number("patience", self.patience, least=1)
-        check_choice("mode", self.mode, ("auto", "min", "max"))
+        self.mode = check_mode(self.mode, self.monitor)
         check_number("min_delta", self.min_delta, least=0)
         check_number("min_epochs", self.min_epochs, least=0)
         for name, bound in {"stop_at": self.stop_at, "diverge_at": self.diverge_at}.items():
             if bound is not None:
                 check_number(name, bound)
-        if self.mode == "auto":
-            self.mode = "max" if "accuracy" in self.monitor else "min"
         self._check_trigger = get_trigger(self.check_trigger)
         self._max_trigger = get_trigger(self.max_trigger)
         self._average = Average()

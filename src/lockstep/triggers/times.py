@@ -244,11 +244,13 @@ def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
 
     Raises:
         TypeError: If it is not such a pair.
+        ValueError: If the unit is unknown.
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
         raise TypeError(
             f'`{argument}` must be a pair such as (10, "epoch"), of a Python number and a unit, got {spec!r}.'
         )
+    check_choice(f"{argument}[1]", spec[1], get_args(Unit))
     return spec[0], spec[1]
 
 

@@ -121,6 +121,22 @@ def test_rates_are_counts_by_the_same_time(tmp_path: Path) -> None:
     assert quotients == pytest.approx([4.0, 4.0])
 
 
+@pytest.mark.parametrize("label", ["samples", "tokens"])
+def test_samples_are_counted_and_not_the_weights_of_the_loss(tmp_path: Path, label: str) -> None:
+    def loss_fn(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> ls.Loss:
+        return ls.Loss(nn.functional.cross_entropy(model(inputs), target), weight=10 * len(target))
+
+    log = LogReport(trigger=(4, "iteration"))
+    with finalized(updater_for(MLP, Placement(1), num_shards=2, loss_fn=loss_fn)) as updater:
+        Trainer(
+            updater, (4, "iteration"), tmp_path, extensions=[Throughput(label=label, trigger=log.trigger), log]
+        ).run()
+        passed = updater.samples_passed
+    (entry,) = log.log
+    counts = {name: 4 * entry[f"throughput/{name}"] / entry["throughput/updates"] for name in ("samples", label)}
+    assert counts == pytest.approx({"samples": passed} | ({"tokens": 10 * passed} if label == "tokens" else {}))
+
+
 def sleeping(place_seconds: dict[str, float]) -> Any:
     """Return a loss function that sleeps in the threads of devices."""
 

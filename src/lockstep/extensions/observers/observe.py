@@ -184,9 +184,11 @@ class Throughput(Extension):
 
     The names are:
 
-    * ``"throughput/updates"``, and ``"throughput/samples"`` for the weights of the loss. The weight of a loss is the
-      number of samples, or of tokens with `token_mean`, and 1 if the loss is a sum. If nothing observes these weights,
-      a warning says so, and their rate is left out. The time includes that of other extensions.
+    * ``"throughput/updates"``, and ``"throughput/samples"`` for the samples that a `BatchIterator` counts. The time
+      includes that of other extensions.
+    * ``"throughput/tokens"``, if you pass ``label="tokens"``, for the weights of the loss. The weight of a loss is the
+      number of samples, or of tokens with `token_mean`, and 1 if the loss is a sum. Where samples are not counted, as
+      with a DataLoader, the default label counts weights, too. If nothing observes the weights, a warning says so.
     * ``"throughput/load/device0"`` and so on, in the order of the updater's devices: the share of the time in which the
       device computed shards, in [0, 1]. The rest is the sum over devices, the optimizer, data and extensions. On CPUs
       every update is measured. Elsewhere the second update of an interval stands for all of them, because measuring
@@ -198,7 +200,8 @@ class Throughput(Extension):
     Args:
         weight_of: The name of the observed mean whose weights are counted; with several models in a step function, that
             of one of them, such as ``"main/gen/loss"``.
-        label: The last part of the name for the counted weights, such as ``"tokens"``.
+        label: The last part of the name for the counted weights, such as ``"tokens"``. The default one is that of the
+            samples, where they are counted.
         trigger: The trigger that decides when to observe them.
 
     With several processes, the counts are those of the whole batch, and time, load and memory those of each process.
@@ -214,6 +217,7 @@ class Throughput(Extension):
         self.trigger = trigger
         self._since = 0.0
         self._updates = 0
+        self._samples: int | None = None
         self._weight: float | torch.Tensor | None = None
         self._warned = False
         self._load: _DeviceLoad | None = None
@@ -239,10 +243,12 @@ class Throughput(Extension):
         # Before the clock: reading waits for the work that is still on the device.
         weight = None if self._weight is None else float(self._weight)
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        trainer.observe("throughput/updates", self._updates / seconds)
-        if weight is not None:
-            trainer.observe(f"throughput/{self.label}", weight / seconds)
-        elif not self._warned and trainer.is_main:
+        counts: dict[str, float] = {"updates": self._updates} | ({} if weight is None else {self.label: weight})
+        if self._samples is not None:
+            counts["samples"] = (trainer.updater.samples_passed or 0) - self._samples
+        for name, count in counts.items():
+            trainer.observe(f"throughput/{name}", count / seconds)
+        if self.label not in counts and not self._warned and trainer.is_main:
             self._warned = True
             warn(
                 f"`weight_of` must name an observed mean, got {self.weight_of!r}, so Throughput leaves out the rate of "
@@ -268,6 +274,7 @@ class Throughput(Extension):
             restart_peak_memory(device)
         if self._load is not None:
             self._load.restart()
+            self._samples = trainer.updater.samples_passed
         self._since, self._updates, self._weight = time.perf_counter(), 0, None
 
 

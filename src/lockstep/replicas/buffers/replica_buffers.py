@@ -30,14 +30,7 @@ from lockstep.digest import checksum
 from lockstep.errors import DeterminismWarning, few, warn
 from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
-from lockstep.replicas.buffers.buffer_sums import (
-    BufferSum,
-    Pack,
-    as_real,
-    can_be_packed,
-    create_packs,
-    is_averaged,
-)
+from lockstep.replicas.buffers.buffer_sums import BufferSum, Pack, as_real, can_be_packed, create_packs, is_averaged
 from lockstep.tree import ShardSum, Tensors
 
 RUNNING_STATISTICS: Final = ("running_mean", "running_var")

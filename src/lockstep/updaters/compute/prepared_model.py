@@ -15,15 +15,7 @@ from torch import nn
 
 from lockstep.errors import warn
 from lockstep.metrics import Observers, report
-from lockstep.replicas import (
-    BufferRef,
-    BufferRules,
-    ReplicaSet,
-    ShardRunner,
-    TreeSum,
-    buffer_refs,
-    create_runner,
-)
+from lockstep.replicas import BufferRef, BufferRules, ReplicaSet, ShardRunner, TreeSum, buffer_refs, create_runner
 from lockstep.state import temporarily
 from lockstep.updaters.compute.early_send import can_be_merged
 from lockstep.updaters.setup.recipe import Recipe

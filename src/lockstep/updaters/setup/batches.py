@@ -19,14 +19,7 @@ from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import (
-    BatchDim,
-    count_samples,
-    dims_by_name,
-    longest_name,
-    named_inputs,
-    positive_dims,
-)
+from lockstep.replicas import BatchDim, count_samples, dims_by_name, longest_name, named_inputs, positive_dims
 from lockstep.stopping import STOP
 from lockstep.streams import (
     DEFAULT_GENERATOR_LOCK,
