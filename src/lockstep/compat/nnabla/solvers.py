@@ -308,10 +308,8 @@ class SGDW(MomentumSGD):
         super()._check_options(options)
         first = _initial_lr(options)
         check_number("weight_decay", options["weight_decay"], least=0, below=1)
-        if not 0 < first < math.inf:
-            raise ValueError(
-                f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
-            )
+        # The decay is λ times lr / initial_lr.
+        check_number("initial_lr", first, above=0, finite=True)
 
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state of this optimizer; not one for that of torch's SGD, which has the decay in its buffers."""

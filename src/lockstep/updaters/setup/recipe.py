@@ -144,10 +144,9 @@ class Recipe:
         check_integer("seed", self.seed)
         check_bool("auto_new_epoch", self.auto_new_epoch)
         check_dims(self.batch_dim, "batch_dim")
-        check_choice("split", self.split, get_args(Split))
-        check_choice("reduction", self.reduction, get_args(Reduction))
-        check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
-        check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
+        choices = {"split": Split, "reduction": Reduction, "on_overflow": OnOverflow, "on_exhausted": OnExhausted}
+        for name, allowed in choices.items():
+            check_choice(name, getattr(self, name), get_args(allowed))
         check_rules(self.buffers)
         parse_precision(self.precision)
         if self.converter is None:
