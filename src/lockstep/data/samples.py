@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, final, overload, runtime_checkable
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.streams import restored_generators, seed_python_and_numpy, stream_seed
+from lockstep.streams import restored_generators, seed_default_generators, stream_seed
 
 _SAMPLE_TAG: Final = 0x53414D504C4553
 """Separates the streams of samples from those of shards, which may have the same seed."""
@@ -84,13 +84,10 @@ class StreamedDataset:
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Load samples, each with its random stream, and restore the generators afterwards."""
-        # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
-        generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
         samples = []
         with restored_generators():
             for index, seed in keys:
-                generator.manual_seed(seed)
-                seed_python_and_numpy(seed)
+                seed_default_generators(seed)
                 samples.append(self.dataset[index])
         return samples
 
