@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,17 @@ from tests.support.mistakes import (
 )
 
 hooks = ls.optim.hooks
+
+
+class Collator:
+    """A collator like those of transformers, whose second argument is no device."""
+
+    def __call__(self, features: Any, return_tensors: str = "pt") -> Any:
+        if return_tensors != "pt":
+            raise ValueError(f"Framework '{return_tensors}' not recognized!")
+        return torch.tensor([0]) if isinstance(features, list) else features.keys()
+
+
 WAVES = [(wave, index % 2) for index, wave in enumerate(torch.zeros(12, 16))]
 Row = tuple[str, Callable[[], object], tuple[str, ...]]
 
@@ -240,7 +252,25 @@ SAMPLES = [
         "default_collate",
         lambda: train(converter=torch_data.default_collate),
         "must be called as converter(samples, device), got default_collate",
-        "Pass lambda samples, device:",
+        "Pass lambda samples, device: collator(list(samples)).to(device)",
+    ),
+    row(
+        "collator of transformers",
+        lambda: train(converter=Collator()),
+        "must be called as converter(samples, device), got Collator",
+        "Pass lambda samples, device: collator(list(samples)).to(device)",
+    ),
+    row(
+        "collator without list",
+        lambda: train(converter=lambda samples, device: Collator()(samples).to(device)),
+        "'Samples' object has no attribute 'keys'",
+        "Pass list(samples) where a list is expected",
+    ),
+    row(
+        "converter without return",
+        lambda: train(converter=lambda *_: None),
+        "`converter` must return the tensors of the samples",
+        "got None",
     ),
     row(
         "repeat=False", lambda: run(iterator=batches(repeat=False)), "The iterator ended after 1 epochs", "repeat=True"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, final, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, overload, runtime_checkable
 
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from lockstep.elsewhere import missing_attribute
 from lockstep.streams import restored_generators, seed_default_generators, stream_seed
 
 _SAMPLE_TAG: Final = 0x53414D504C4553
@@ -164,6 +165,12 @@ class Samples(Sequence[Any]):
             return self.dataset[self.indices[key]]
         # Indexing the range converts a negative position, which `_unfetched` could not slice with.
         return self._unfetched(range(len(self))[key]).fetch()[0]
+
+    if not TYPE_CHECKING:  # checkers of types know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that says how to get a list, which functions of other libraries take."""
+            raise missing_attribute(self, name, dict.fromkeys([name], "Pass list(samples) where a list is expected."))
 
     def __iter__(self) -> Iterator[Any]:
         if self.streams is not None:

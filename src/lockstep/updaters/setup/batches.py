@@ -307,6 +307,7 @@ class Conversion:
                 of a shard are adjacent. They are copied nevertheless if shards have changed theirs before.
 
         Raises:
+            TypeError: If a converter returns None.
             ValueError: If a shard has changed a part of one of the batches in an attempt that was not completed.
 
         Determinism: While a converter of yours is called, the default generators of torch, Python and NumPy, and that
@@ -336,9 +337,14 @@ class Conversion:
                     if stream is not None:
                         self._seed_generators(stream, samples, first + shard.index)
                     try:
-                        given.append((shard, self._converter(samples, device)))
+                        converted = self._converter(samples, device)
                     except StopIteration as error:
                         raise own_iterator_error("The dataset or the converter") from error
+                    if converted is None:
+                        raise TypeError(
+                            "`converter` must return the tensors of the samples that it is given, got None."
+                        )
+                    given.append((shard, converted))
                 else:
                     given.append((shard, self._cut(batch, shard, device, own)))
         if lends and tensors:

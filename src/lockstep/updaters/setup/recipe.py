@@ -204,17 +204,22 @@ def check_functions(*, converter: object = None, loss_fn: object = None, step_fn
             f"lockstep.supervised({given})."
         )
     for name, function in {"converter": converter, "loss_fn": loss_fn, "step_fn": step_fn}.items():
-        if function is None:
-            continue
-        if not callable(function):
+        if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
-    for name, (each, arguments) in {
-        "converter": (converter, "samples, device"),
-        "step_fn": (step_fn, "updater, batch"),
-    }.items():
-        if callable(each) and misfit(each, *arguments.split(", ")):
+    for name, each, arguments, call in (
+        (
+            "converter",
+            converter,
+            "samples, device",
+            "collator(list(samples)).to(device) with your function as collator",
+        ),
+        ("step_fn", step_fn, "updater, batch", "... that calls it"),
+    ):
+        # Collators of transformers take a second argument, which is no device: it would have two values.
+        reason = misfit(each, *arguments.split(", "), return_tensors="pt") if callable(each) else ""
+        if reason and "unexpected keyword" not in reason:
             kind = getattr(each, "__name__", type(each).__name__)
             raise TypeError(
                 f"`{name}` must be called as {name}({arguments}), got {kind}, which does not take these two. Pass "
-                f"lambda {arguments}: ... that calls it."
+                f"lambda {arguments}: {call}."
             )
