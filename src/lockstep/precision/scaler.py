@@ -242,9 +242,7 @@ class LossScaler:
         if not self._enabled:
             return
         if id(optimizer) in self._checked:
-            raise OrderError(
-                "`unscale_` must be called at most once, and before `step`, between two calls of `update`."
-            )
+            raise OrderError("`unscale_` must be called at most once, before `step`, between two calls of `update`.")
         masters = _masters_of(optimizer)
         if masters is None:
             gradients = gradients_of(parameters_of(_inner(optimizer)))
@@ -388,9 +386,7 @@ class LossScaler:
 
 
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
-    if isinstance(optimizer, MasterWeights):
-        return optimizer
-    masters = getattr(optimizer, "masters", None)
+    masters = optimizer if isinstance(optimizer, MasterWeights) else getattr(optimizer, "masters", None)
     return masters if isinstance(masters, MasterWeights) else None
 
 

@@ -272,11 +272,10 @@ def _divisors_of(criterion: Any) -> frozenset[str]:
             one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
             first, second = weight[target].tolist()
             by_weights = (first * one + second * other) / (first + second)
-            found = {"weights"} if math.isclose(both, by_weights, rel_tol=TOLERANCE) else set()
+            is_close = partial(math.isclose, rel_tol=TOLERANCE)
+            found = {"weights"} if is_close(both, by_weights) else set()
             target[1] = IGNORED
-            if hasattr(criterion, "ignore_index") and math.isclose(
-                float(probe(output, target)), one, rel_tol=TOLERANCE
-            ):
+            if hasattr(criterion, "ignore_index") and is_close(float(probe(output, target)), one):
                 found.add("valid")
     except Exception:  # noqa: BLE001, S110 - it takes other targets, or ignores none
         pass

@@ -198,9 +198,8 @@ class LAMB(HookedOptimizer):
         check_number("threshold", options["threshold"], least=0, finite=True)
         least, greatest = options["norm_bounds"]
         if not (0 <= least <= greatest and least < math.inf and greatest > 0):
-            raise ValueError(
-                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, got {(least, greatest)}."
-            )
+            rule = "must be at least 0 and in ascending order, the second above 0"
+            raise ValueError(f"`norm_bounds` {rule}, got {(least, greatest)}.")
 
     def advance(self) -> None:
         """Apply one step to the weights; no hook is called and nothing is counted.

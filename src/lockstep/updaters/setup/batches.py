@@ -341,9 +341,7 @@ class Conversion:
                     except StopIteration as error:
                         raise own_iterator_error("The dataset or the converter") from error
                     if converted is None:
-                        raise TypeError(
-                            "`converter` must return the tensors of the samples that it is given, got None."
-                        )
+                        raise TypeError("`converter` must return the tensors of the samples that it gets, got None.")
                     given.append((shard, converted))
                 else:
                     given.append((shard, self._cut(batch, shard, device, own)))
