@@ -268,11 +268,7 @@ class MasterWeights:
             else:
                 # The choice is elementwise, because a branch on the host would wait for the device.
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-        self._follow_load()
-
-    def _follow_load(self) -> None:
-        """Convert the state of the optimizer to float32 again if the optimizer has loaded another one."""
-        # An optimizer that loads a state replaces the dictionary.
+        # An optimizer that loads a state replaces the dictionary, and the new one is not in float32.
         if self._state is not self.optimizer.state:
             self._state = self.optimizer.state
             for parameter in self._masters:

@@ -339,10 +339,7 @@ class DeviceForwards:
             runner.buffers.restore()
         self.watch.phase = "evaluation"
         try:
-            with (
-                self.precision.autocast(runner.device.type),
-                collecting(self.observers, len(shard.samples)) as reports,
-            ):
+            with self.precision.autocast(runner.device.type), collecting(self.observers, len(shard.samples)) as reports:
                 returned = self.function(runner.place, given)
         except Exception as error:
             raise runner.error("forward", shard, error) from error

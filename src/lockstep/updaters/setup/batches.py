@@ -19,14 +19,7 @@ from lockstep.errors import warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
-from lockstep.replicas import (
-    BatchDim,
-    count_samples,
-    dims_by_name,
-    longest_name,
-    named_inputs,
-    positive_dims,
-)
+from lockstep.replicas import BatchDim, count_samples, dims_by_name, longest_name, named_inputs, positive_dims
 from lockstep.stopping import STOP
 from lockstep.streams import (
     DEFAULT_GENERATOR_LOCK,
@@ -222,7 +215,7 @@ class ListRule:
                     f"`batch` holds a list of {size} entries, whose tensors have {size} rows, and {size} samples: the "
                     "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
                     "themselves: lockstep.IterableBatches(source, batches_of='samples') with a converter=. If not, "
-                    "pass a tuple.",
+                    "pass a tuple."
                 )
 
 
