@@ -84,6 +84,7 @@ class Collator:
 
 
 WAVES = [(wave, index % 2) for index, wave in enumerate(torch.zeros(12, 16))]
+FLOATS = torch_data.TensorDataset(X, Y.float())
 Row = tuple[str, Callable[[], object], tuple[str, ...]]
 
 
@@ -117,6 +118,12 @@ LOSSES = [
     row("vector", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y, reduction="none")), "shape (3,)", "Take its mean"),
     row("item", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).item()), "got a float", "return lockstep.Loss"),
     row("no return", lambda: train(loss_fn=lambda *_: None), "got a NoneType", "Return the loss"),
+    row(
+        "column",
+        lambda: train(model=nn.Linear(4, 1), iterator=batches(FLOATS), loss_fn=ls.supervised(nn.MSELoss())),
+        "as many dimensions, got (3, 1) and (3,)",
+        "output.squeeze(-1)",
+    ),
     row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),

@@ -88,6 +88,12 @@ TOLERANCE: Final = 1e-4
 IGNORED: Final = -100
 """The label that torch's cross entropies ignore by default."""
 
+_ELEMENTWISE: Final = frozenset(
+    {nn.functional.l1_loss, nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss}
+    | {each.forward for each in (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)}
+)
+"""The criteria of torch that stretch an output and a target to one shape."""
+
 _SUMMABLE: Final = frozenset({torch.float32, torch.float64, torch.int64})
 """Dtypes of metrics that are summed as they are. In others, such as float16, a sum over shards may be infinite."""
 
@@ -137,11 +143,14 @@ class Supervised:
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         divisors: What a criterion with a forward of its own divides by: "weights" of classes, "valid" targets, or, with
             nothing in it, samples; None for other criteria.
+        is_elementwise: Whether the criterion would compare all samples with each other if the output and the target
+            had other numbers of dimensions.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
     divisors: frozenset[str] | None = None
+    is_elementwise: bool = False
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -174,6 +183,12 @@ class Supervised:
                 f"The model is called with the entries of the batch but the target, {_types(inputs, kwargs)}, but "
                 f"{error}. Pass a function loss_fn(model, *batch) that calls it otherwise."
             ) from error
+        if self.is_elementwise and output.dim() != target.dim():
+            raise ValueError(
+                f"The output and the target must have as many dimensions, got {tuple(output.shape)} and "
+                f"{tuple(target.shape)}, of which the criterion compares each sample with all others. Give them one "
+                "shape, as by output.squeeze(-1) or target.unsqueeze(-1)."
+            )
         loss, counted = self.criterion(output, target), self._counted(target)
         if counted is None:
             return loss
@@ -253,7 +268,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         bare = owner
     criterion = bare if isinstance(bare, nn.Module) else criterion
     own = isinstance(criterion, _WeightedLoss) and type(criterion).forward.__module__ != _WeightedLoss.__module__
-    loss_fn = Supervised(criterion, target, divisors=_divisors_of(criterion) if own else None)
+    divisors = _divisors_of(criterion) if own else None
+    loss_fn = Supervised(criterion, target, divisors, is_elementwise=_function_of(criterion) in _ELEMENTWISE)
     is_summed(loss_fn)  # raises an error if the criterion does not reduce
     return loss_fn
 
@@ -282,6 +298,12 @@ def _divisors_of(criterion: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+def _function_of(criterion: Any) -> Any:
+    """Return the function that computes a criterion: that of a partial function, or the forward of a module."""
+    called = criterion.func if isinstance(criterion, partial) else criterion
+    return type(called).forward if isinstance(called, nn.Module) else called
+
+
 def is_summed(loss_fn: LossFunction) -> bool:
     """Return whether a loss function returns sums over samples instead of means.
 
@@ -298,10 +320,8 @@ def is_summed(loss_fn: LossFunction) -> bool:
     older = keywords.get("size_average"), keywords.get("reduce")
     if older != (None, None):
         reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
-    called = criterion.func if isinstance(criterion, partial) else criterion
-    called = type(called).forward if isinstance(called, nn.Module) else called
     # A criterion with a forward of its own may reduce there what a base leaves.
-    if reduction == "none" and getattr(called, "__module__", "").startswith("torch."):
+    if reduction == "none" and getattr(_function_of(criterion), "__module__", "").startswith("torch."):
         raise ValueError(
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."
