@@ -280,6 +280,12 @@ SAMPLES = [
         "got None",
     ),
     row(
+        "converter that drops samples",
+        lambda: train(converter=lambda samples, device: ls.collate(list(samples)[:1], device)),
+        "`converter` must keep all samples, got a target of shape (1,) for the 3 samples of a shard",
+        "leave samples out of the dataset",
+    ),
+    row(
         "repeat=False", lambda: run(iterator=batches(repeat=False)), "The iterator ended after 1 epochs", "repeat=True"
     ),
 ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, huber_loss, mse_loss
 
 import lockstep as ls
+from lockstep.updaters.loss import warn_of_rows
 from tests.support.small_updater import mean_of_output, updater_of
 
 X = torch.arange(8.0).reshape(4, 2)
@@ -185,6 +186,13 @@ def test_all_pairs_of_samples_are_not_compared(criterion: Any, output: torch.Ten
 )
 def test_criteria_for_which_the_shapes_are_right_get_them(criterion: Any, output: Any, target: Any) -> None:
     assert ls.supervised(criterion)(nn.Identity(), output, target) == criterion(output, target)
+
+
+@pytest.mark.parametrize("shape", [(4,), (8,), (3, 4), (4, 2)])
+def test_a_target_with_rows_for_all_samples_is_right(shape: tuple[int, ...]) -> None:
+    warn_of_rows(ls.supervised(cross_entropy), [X, torch.zeros(shape)], {}, num_samples=4)
+    warn_of_rows(ls.supervised(cross_entropy, target="y"), [], {"y": torch.zeros(shape)}, num_samples=4)
+    warn_of_rows(ls.supervised(cross_entropy), [X, ["a", "b"]], {}, num_samples=4)
 
 
 def test_a_criterion_must_be_callable() -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, nll_loss
 from torch.nn.modules.loss import _WeightedLoss
 
 from lockstep.arguments import misfit
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.replicas import REDUCED_BY_MEAN, NoMeans
 
 
@@ -491,6 +491,27 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
                 f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), such as (correct, count), got {pair!r}."
             )
     return loss
+
+
+def warn_of_rows(loss_fn: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any], num_samples: int) -> None:
+    """Warn if a converter has made the target of `supervised` of other samples than those of its shard.
+
+    Args:
+        loss_fn: The loss function.
+        args: The positional entries of the batch.
+        kwargs: The entries of the batch by keyword.
+        num_samples: The number of samples of the shard, for which its loss counts.
+    """
+    if isinstance(loss_fn, Supervised):
+        target = args[-1] if loss_fn.target is None else kwargs[loss_fn.target]
+        is_plain = isinstance(target, torch.Tensor) and not target.is_nested and target.dim() > 0
+        # Not only the first dimension, which may be time, and several rows per sample are right.
+        if is_plain and all(length % num_samples for length in target.shape):
+            warn(
+                f"`converter` must keep all samples, got a target of shape {tuple(target.shape)} for the {num_samples} "
+                "samples of a shard. Its loss counts as the mean over these: leave samples out of the dataset instead, "
+                "or pass a loss function that returns Loss(mean, weight=number of rows)."
+            )
 
 
 def _is_pair(value: object) -> bool:
