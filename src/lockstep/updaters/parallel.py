@@ -16,7 +16,7 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.elsewhere import GIVEN_ONCE, STANDARD_UPDATER, UPDATER, UPDATER_NAMES, names_ours
 from lockstep.errors import EndOfDataError, OrderError
-from lockstep.precision import LossScale
+from lockstep.precision import LossScale, warn_of_half
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt.attempt import GradientRequest
 from lockstep.updaters.attempt.audit import Auditor, OnFault
@@ -202,6 +202,7 @@ class ParallelUpdater(Updater):
             shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.engine.training, parts.engine
+        warn_of_half(recipe.precision_policy, self._training.optimizers.values())
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
