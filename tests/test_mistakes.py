@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,19 @@ from tests.support.mistakes import (
 )
 
 hooks = ls.optim.hooks
+
+
+class Collator:
+    """A collator like those of transformers, whose second argument is no device."""
+
+    def __call__(self, features: Any, return_tensors: str = "pt") -> Any:
+        if return_tensors != "pt":
+            raise ValueError(f"Framework '{return_tensors}' not recognized!")
+        return torch.tensor([0]) if isinstance(features, list) else features.keys()
+
+
 WAVES = [(wave, index % 2) for index, wave in enumerate(torch.zeros(12, 16))]
+FLOATS = torch_data.TensorDataset(X, Y.float())
 Row = tuple[str, Callable[[], object], tuple[str, ...]]
 
 
@@ -105,6 +118,12 @@ LOSSES = [
     row("vector", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y, reduction="none")), "shape (3,)", "Take its mean"),
     row("item", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).item()), "got a float", "return lockstep.Loss"),
     row("no return", lambda: train(loss_fn=lambda *_: None), "got a NoneType", "Return the loss"),
+    row(
+        "column",
+        lambda: train(model=nn.Linear(4, 1), iterator=batches(FLOATS), loss_fn=ls.supervised(nn.MSELoss())),
+        "as many dimensions, got (3, 1) and (3,)",
+        "output.squeeze(-1)",
+    ),
     row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
@@ -240,7 +259,31 @@ SAMPLES = [
         "default_collate",
         lambda: train(converter=torch_data.default_collate),
         "must be called as converter(samples, device), got default_collate",
-        "Pass lambda samples, device:",
+        "Pass lambda samples, device: collator(list(samples)).to(device)",
+    ),
+    row(
+        "collator of transformers",
+        lambda: train(converter=Collator()),
+        "must be called as converter(samples, device), got Collator",
+        "Pass lambda samples, device: collator(list(samples)).to(device)",
+    ),
+    row(
+        "collator without list",
+        lambda: train(converter=lambda samples, device: Collator()(samples).to(device)),
+        "'Samples' object has no attribute 'keys'",
+        "Pass list(samples) where a list is expected",
+    ),
+    row(
+        "converter without return",
+        lambda: train(converter=lambda *_: None),
+        "`converter` must return the tensors of the samples",
+        "got None",
+    ),
+    row(
+        "converter that drops samples",
+        lambda: train(converter=lambda samples, device: ls.collate(list(samples)[:1], device)),
+        "`converter` must keep all samples, got a target of shape (1,) for the 3 samples of a shard",
+        "leave samples out of the dataset",
     ),
     row(
         "repeat=False", lambda: run(iterator=batches(repeat=False)), "The iterator ended after 1 epochs", "repeat=True"

@@ -24,7 +24,7 @@ PAGES = {
     "group.md": 3,
     "how-to/buffers.md": 1,
     "how-to/clipping-and-schedules.md": 6,
-    "how-to/data.md": 9,
+    "how-to/data.md": 10,
     "how-to/streams.md": 2,
     "how-to/debugging-nan.md": 3,
     "how-to/evaluation.md": 4,

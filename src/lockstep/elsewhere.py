@@ -127,9 +127,7 @@ SNAPSHOT: Final = {
     "every_n_train_steps": 'Pass trigger=(100, "iteration") to trainer.extend.',
 }
 
-DATA_PARALLEL: Final = {
-    "device_ids": 'Pass devices=["cuda:0", "cuda:1"], for example.',
-}
+DATA_PARALLEL: Final = {"device_ids": 'Pass devices=["cuda:0", "cuda:1"], for example.'}
 
 TRAINER_NAMES: Final = {
     **dict.fromkeys(["fit", "train"], 'Call trainer.run(), or trainer.run(resume="auto").'),

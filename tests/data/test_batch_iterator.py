@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -229,6 +230,38 @@ class Weighted:
 
 def test_an_order_may_be_a_tensor_with_repeats() -> None:
     assert list(next(BatchIterator(range(4), 3, order_sampler=Weighted()))) == [0, 0, 0]
+
+
+DRAWN_ORDERS: dict[str, Any] = {
+    "weights": lambda order, _: torch.multinomial(torch.arange(1.0, len(order) + 1), len(order), replacement=True),
+    "torch": lambda order, _: torch.randperm(len(order)),
+    "random": lambda order, _: random.sample(order, len(order)),
+    "numpy": lambda order, _: np.random.permutation(len(order)),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN_ORDERS)
+def test_what_an_order_sampler_draws_depends_on_the_seed_and_the_epoch_only(drawn: str) -> None:
+    def batches(seed: int, start: int = 0) -> BatchIterator:
+        torch.manual_seed(start)
+        random.seed(start)
+        np.random.seed(start)
+        return BatchIterator(range(20), 20, order_sampler=DRAWN_ORDERS[drawn], seed=seed)
+
+    straight = batches(7)
+    before = torch.get_rng_state(), random.getstate()
+    epochs = steps(straight, 4)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert len({tuple(epoch[0]) for epoch in epochs}) == 4  # type: ignore[arg-type]
+    first = batches(7, start=1)
+    first.peek(2)
+    assert steps(first, 2) == epochs[:2]
+    state = first.state_dict()
+    resumed = batches(8, start=2)
+    assert steps(resumed, 1) != epochs[:1]
+    resumed.load_state_dict(state)
+    assert steps(resumed, 2) == epochs[2:]
 
 
 class FailingSampler:

@@ -308,8 +308,9 @@ def test_an_update_after_the_end_says_so() -> None:
     iterator = ls.BatchIterator(MLP.data(), 23, repeat=False)
     with finalized(construct(model=model, iterator=iterator, loss_fn=cross_entropy)) as updater:
         updater.update()
-        with pytest.raises(StopIteration):
+        with pytest.raises(StopIteration, match=r"has ended after 1 epochs and 1 updates\. End the loop") as caught:
             updater.update()
+        assert isinstance(caught.value, ls.EndOfDataError)
         assert updater.iteration == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy, huber_loss, mse_loss
 
 import lockstep as ls
+from lockstep.updaters.loss import warn_of_rows
 from tests.support.small_updater import mean_of_output, updater_of
 
 X = torch.arange(8.0).reshape(4, 2)
@@ -150,6 +153,46 @@ def test_a_target_that_is_not_in_the_batch_is_named() -> None:
         loss_fn(nn.Identity(), x=X, y=X)
     with pytest.raises(ValueError, match=r"`target` must be None for batches that are not dicts, got 'label'"):
         loss_fn(nn.Identity(), X, X)
+
+
+class Squeezing(nn.MSELoss):
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input.squeeze(1), target)
+
+
+COLUMN, ROW = torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "criterion", [mse_loss, nn.MSELoss(), nn.L1Loss(reduction="sum"), partial(huber_loss, delta=2.0)]
+)
+@pytest.mark.parametrize(("output", "target"), [(COLUMN, ROW), (ROW, COLUMN)])
+def test_all_pairs_of_samples_are_not_compared(criterion: Any, output: torch.Tensor, target: torch.Tensor) -> None:
+    shapes = rf"{tuple(output.shape)} and {tuple(target.shape)}"
+    with pytest.raises(ValueError, match=re.escape(shapes) + r".* each sample with all others\. Give them one shape"):
+        ls.supervised(criterion)(nn.Identity(), output, target)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "output", "target"),
+    [
+        (mse_loss, COLUMN, COLUMN),
+        (nn.BCEWithLogitsLoss(), ROW, ROW),
+        (nn.BCEWithLogitsLoss(), COLUMN, COLUMN),
+        (cross_entropy, COLUMN, torch.zeros(2, dtype=torch.long)),
+        (lambda output, target: mse_loss(output.squeeze(1), target), COLUMN, ROW),
+        (Squeezing(), COLUMN, ROW),
+    ],
+)
+def test_criteria_for_which_the_shapes_are_right_get_them(criterion: Any, output: Any, target: Any) -> None:
+    assert ls.supervised(criterion)(nn.Identity(), output, target) == criterion(output, target)
+
+
+@pytest.mark.parametrize("shape", [(4,), (8,), (3, 4), (4, 2)])
+def test_a_target_with_rows_for_all_samples_is_right(shape: tuple[int, ...]) -> None:
+    warn_of_rows(ls.supervised(cross_entropy), [X, torch.zeros(shape)], {}, num_samples=4)
+    warn_of_rows(ls.supervised(cross_entropy, target="y"), [], {"y": torch.zeros(shape)}, num_samples=4)
+    warn_of_rows(ls.supervised(cross_entropy), [X, ["a", "b"]], {}, num_samples=4)
 
 
 def test_a_criterion_must_be_callable() -> None:

@@ -207,3 +207,33 @@ def test_looking_for_bad_shards_leaves_a_computed_gradient_alone() -> None:
         assert updater.find_nonfinite() == []
         assert updater.apply_gradients().applied
         assert model.last.item() == 1 - 0.125 * 3.0
+
+
+class Foreign(torch.optim.SGD):
+    """An optimizer of another library, which may round its steps in a way of its own."""
+
+
+def build(precision: str, optimizer: Any, model: nn.Module) -> None:
+    ls.ParallelUpdater([torch.zeros(2, 3)], optimizer, model, devices=["cpu"], num_shards=1, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_half_weights_without_masters_are_warned_of(dtype: torch.dtype, precision: str) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    name = "bf16-true" if dtype == torch.bfloat16 else "fp16-true"
+    with pytest.warns(
+        UserWarning, match=f"{dtype}, where small steps .* precision={precision!r}. Pass precision='{name}'"
+    ):
+        build(precision, torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_half_weights_are_not_warned_of_where_something_else_holds_them_or_nothing_moves_them() -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+    build("bf16-true", torch.optim.SGD(model.parameters(), lr=0.1), model)
+    build("bf16", Foreign(model.parameters(), lr=0.1), model)
+    own = ls.MomentumSGD(model.parameters(), lr=0.1)
+    own.use_fp32_update()
+    build("bf16", own, model)
+    adapted = nn.Sequential(nn.Linear(3, 2).to(torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
+    build("bf16", torch.optim.SGD(adapted.parameters(), lr=0.1), adapted)

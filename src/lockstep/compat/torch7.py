@@ -239,9 +239,5 @@ def _device_name(device: Device) -> str | torch.device:
 def _accumulate(weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
     """Add gradients times a factor to the gradients of weights."""
     for weight, grad in zip(weights, grads, strict=True):
-        if grad is None:
-            continue
-        if weight.grad is None:
-            weight.grad = grad * scale
-        else:
-            weight.grad.add_(grad, alpha=scale)
+        if grad is not None:
+            weight.grad = grad * scale if weight.grad is None else weight.grad.add_(grad, alpha=scale)

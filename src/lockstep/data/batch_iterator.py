@@ -19,8 +19,12 @@ from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError, warn
 from lockstep.state import check_keys
+from lockstep.streams import restored_generators, seed_default_generators, stream_seed
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
+
+_ORDER_TAG: Final = 0x4F52444552
+"""Separates the streams of order samplers from those of shards and samples, which may have the same seed."""
 
 
 class BatchIterator(Iterator):
@@ -43,8 +47,10 @@ class BatchIterator(Iterator):
         order_sampler: A function ``order_sampler(order, position)`` that returns the order of an epoch, as many
             indices as the dataset has samples. For the first epoch it is called with the order of the dataset
             and 0; whenever an epoch ends, with that epoch's order and the position in it at which the batch that
-            ends it started. Peeking and workers call it before the epoch starts, and loading a state or a reset
-            discards those results, so it should be a pure function of its arguments.
+            ends it started. It is called in a random stream of (seed, epoch): what it draws from the default generators
+            of torch's CPU, Python and NumPy is the same on any ranks and after a resume, and other for each epoch.
+            Peeking and workers call it before the epoch starts, and loading a state or a reset discards those results,
+            so it should depend on nothing else: a generator of its own or a count of its calls is in no saved state.
         num_workers: The number of processes that load samples in advance, two batches each. With 0, samples are
             loaded where and when they are read. Workers load whole batches, or the parts chosen by `load_only`. When
             attributes of the dataset have changed, such as its transform or the epoch, new workers load the following
@@ -60,7 +66,7 @@ class BatchIterator(Iterator):
             ``order_sampler`` returned something other than an order of the dataset's samples.
 
     Determinism: the samples of each batch depend on the seed, the length of the dataset and the arguments. They
-    do not depend on ``num_workers``, on calls of `peek`, or on the default generator, which is left untouched.
+    do not depend on ``num_workers``, on calls of `peek`, or on the default generators, which are left untouched.
     With ``sample_streams`` the same holds for what the dataset draws from torch's default generator, Python's
     `random` and ``numpy.random``. It does not hold for generators of the dataset's own.
 
@@ -418,7 +424,9 @@ class BatchIterator(Iterator):
             )
         if self.order_sampler is None:
             return self._seeded_order(cursor.epoch + 1, self.seed)
-        order = self.order_sampler(torch.as_tensor(cursor.order).tolist(), cursor.position)
+        with restored_generators():
+            seed_default_generators(stream_seed((self.seed << 64) + _ORDER_TAG, cursor.epoch + 1))
+            order = self.order_sampler(torch.as_tensor(cursor.order).tolist(), cursor.position)
         return self._checked_order(order, "order_sampler(order, position)")
 
     def _seeded_order(self, epoch: int, seed: int) -> Order:
@@ -498,8 +506,8 @@ def _check_order_sampler(order_sampler: object) -> None:
         remedy = (
             "Pass shuffle=True for a random order of each epoch; lockstep shares each batch among ranks itself."
             if plain
-            else "Pass lambda order, position: ... that returns the indices of the next epoch, or give the updater a "
-            "torch DataLoader with a sampler."
+            else "Pass lambda order, position: ... that returns the indices of the next epoch, such as "
+            "torch.multinomial(weights, len(order), replacement=True), or give the updater a DataLoader with a sampler."
         )
         raise TypeError(f"{rule}, got a {type(order_sampler).__name__}. {remedy}")
     if reason := misfit(order_sampler, [], 0):

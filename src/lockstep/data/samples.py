@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, final, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, overload, runtime_checkable
 
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.streams import restored_generators, seed_python_and_numpy, stream_seed
+from lockstep.elsewhere import missing_attribute
+from lockstep.streams import restored_generators, seed_default_generators, stream_seed
 
 _SAMPLE_TAG: Final = 0x53414D504C4553
 """Separates the streams of samples from those of shards, which may have the same seed."""
@@ -84,13 +85,10 @@ class StreamedDataset:
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Load samples, each with its random stream, and restore the generators afterwards."""
-        # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
-        generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
         samples = []
         with restored_generators():
             for index, seed in keys:
-                generator.manual_seed(seed)
-                seed_python_and_numpy(seed)
+                seed_default_generators(seed)
                 samples.append(self.dataset[index])
         return samples
 
@@ -167,6 +165,12 @@ class Samples(Sequence[Any]):
             return self.dataset[self.indices[key]]
         # Indexing the range converts a negative position, which `_unfetched` could not slice with.
         return self._unfetched(range(len(self))[key]).fetch()[0]
+
+    if not TYPE_CHECKING:  # checkers of types know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that says how to get a list, which functions of other libraries take."""
+            raise missing_attribute(self, name, dict.fromkeys([name], "Pass list(samples) where a list is expected."))
 
     def __iter__(self) -> Iterator[Any]:
         if self.streams is not None:

@@ -79,8 +79,10 @@ class HookedOptimizer(Optimizer):
             grads: list[Tensor] = []
             states: list[list[Tensor]] = [[] for _ in self._state_names]
             self._init_group(group, weights, grads, *states)
-            for lists in self._group_by_device_and_dtype(weights, *states, grads):
-                self._advance_lists(group, *lists)
+            # Of one device and one dtype each, as the multi-tensor kernels require.
+            lists = cast("list[list[Tensor | None]]", [weights, *states, grads])
+            for some, _ in self._group_tensors_by_device_and_dtype(lists).values() if weights else ():
+                self._advance_lists(group, *cast("list[list[Tensor]]", some))
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
         """Return the keys of the state of a parameter in this group."""
@@ -133,13 +135,6 @@ class HookedOptimizer(Optimizer):
         """Create the state of a parameter, before its first step."""
         # `zeros_like` keeps the strides of the weight, without which the kernels lose their fast path.
         state.update({name: torch.zeros_like(weight) for name in self._state_names})
-
-    def _group_by_device_and_dtype(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
-        """Group parallel lists by device and dtype, as the multi-tensor kernels require."""
-        if not lists[0]:
-            return []
-        kinds = self._group_tensors_by_device_and_dtype(cast("list[list[Tensor | None]]", list(lists)))
-        return cast("list[list[list[Tensor]]]", [tensors for tensors, _ in kinds.values()])
 
     # The public step -------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from lockstep.precision.scaler import (
     cannot_skip as cannot_skip,
     skipped_if as skipped_if,
     step_hooks as step_hooks,
+    warn_of_half as warn_of_half,
 )
 from lockstep.precision.scales import (
     CurrentScale as CurrentScale,

@@ -165,11 +165,7 @@ class MasterWeights:
         Args:
             model: The model that defines the names.
         """
-        return {
-            name: self._masters[parameter].detach()
-            for name, parameter in model.named_parameters()
-            if parameter in self._masters
-        }
+        return {name: self._masters[each].detach() for name, each in model.named_parameters() if each in self._masters}
 
     # One step --------------------------------------------------------------------------------
 
@@ -272,11 +268,7 @@ class MasterWeights:
             else:
                 # The choice is elementwise, because a branch on the host would wait for the device.
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-        self._follow_load()
-
-    def _follow_load(self) -> None:
-        """Convert the state of the optimizer to float32 again if the optimizer has loaded another one."""
-        # An optimizer that loads a state replaces the dictionary.
+        # An optimizer that loads a state replaces the dictionary, and the new one is not in float32.
         if self._state is not self.optimizer.state:
             self._state = self.optimizer.state
             for parameter in self._masters:
@@ -313,11 +305,8 @@ class MasterWeights:
 
     def saved_masters(self) -> dict[int, Tensor]:
         """Return the master weights by the index of their parameter among all parameters of the optimizer."""
-        return {
-            index: self._masters[parameter].detach()
-            for index, parameter in enumerate(parameters_of(self.optimizer))
-            if parameter in self._masters
-        }
+        ours = self._in_half_precision()
+        return {index: self._masters[each].detach() for index, each in ours.items() if each in self._masters}
 
     def check_masters(self, saved: Mapping[int, Tensor]) -> None:
         """Check that saved master weights fit the parameters of the optimizer.
@@ -357,11 +346,8 @@ class MasterWeights:
 
     def _in_half_precision(self) -> dict[int, Tensor]:
         """Return the parameters that need a master weight, by their index among all parameters of the optimizer."""
-        return {
-            index: parameter
-            for index, parameter in enumerate(parameters_of(self.optimizer))
-            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
-        }
+        found = enumerate(parameters_of(self.optimizer))
+        return {index: each for index, each in found if each.dtype in HALF_PRECISION and not is_lazy(each)}
 
     @contextmanager
     def _swapped(self, *, active: bool = True) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
@@ -13,9 +13,9 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep import nest
-from lockstep.errors import OrderError, StateError
+from lockstep.errors import OrderError, StateError, warn
 from lockstep.precision.finite import gradients_of, nonfinite_flag, to_device, unscale_
-from lockstep.precision.policy import HALF_PRECISION, MasterWeights, parameters_of
+from lockstep.precision.policy import HALF_PRECISION, PRECISIONS, MasterWeights, Precision, parameters_of
 from lockstep.precision.scales import CurrentScale, DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.state import check_keys
 
@@ -242,9 +242,7 @@ class LossScaler:
         if not self._enabled:
             return
         if id(optimizer) in self._checked:
-            raise OrderError(
-                "`unscale_` must be called at most once, and before `step`, between two calls of `update`."
-            )
+            raise OrderError("`unscale_` must be called at most once, before `step`, between two calls of `update`.")
         masters = _masters_of(optimizer)
         if masters is None:
             gradients = gradients_of(parameters_of(_inner(optimizer)))
@@ -388,10 +386,30 @@ class LossScaler:
 
 
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
-    if isinstance(optimizer, MasterWeights):
-        return optimizer
-    masters = getattr(optimizer, "masters", None)
+    masters = optimizer if isinstance(optimizer, MasterWeights) else getattr(optimizer, "masters", None)
     return masters if isinstance(masters, MasterWeights) else None
+
+
+def warn_of_half(policy: Precision, optimizers: Iterable[Optimizer]) -> None:
+    """Warn of weights in half precision that are stepped as they are, where small changes are rounded away.
+
+    Optimizers of other libraries may know how to step them.
+
+    Args:
+        policy: The precision of the run.
+        optimizers: The optimizers.
+    """
+    for optimizer in optimizers if policy.held_dtype is None else ():
+        held = {each.dtype for each in parameters_of(optimizer) if each.requires_grad} & HALF_PRECISION
+        is_known = type(optimizer).__module__.startswith(("torch.", "lockstep."))
+        if held and is_known and _masters_of(optimizer) is None:
+            dtype = min(held, key=str)
+            name = next(each.name for each in PRECISIONS.values() if each.held_dtype == dtype)
+            warn(
+                f"`model` holds weights in {dtype}, where small steps are rounded away with precision={policy.name!r}. "
+                f"Pass precision={name!r}, which keeps float32 master weights, and data in that format; or call "
+                "model.float() before the optimizer is created."
+            )
 
 
 def _inner(optimizer: Steppable) -> Optimizer:

@@ -17,6 +17,7 @@ from lockstep.streams.seeding import (
     moved as moved,
     python_states as python_states,
     restored_generators as restored_generators,
+    seed_default_generators as seed_default_generators,
     seed_everything as seed_everything,
     seed_python_and_numpy as seed_python_and_numpy,
 )

@@ -58,6 +58,17 @@ def seed_python_and_numpy(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def seed_default_generators(seed: int) -> None:
+    """Seed the default generators of torch's CPU, of Python, and of NumPy if it is imported.
+
+    Args:
+        seed: The seed, in 0..4294967295.
+    """
+    # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
+    torch.random.default_generator.manual_seed(seed)  # type: ignore[attr-defined]  # torch's gap
+    seed_python_and_numpy(seed)
+
+
 def python_states() -> dict[str, object]:
     """Return the states of the default generators of Python, and of NumPy if it is imported, by name."""
     found: dict[str, object] = {"Python's `random`": random.getstate()}

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, nll_loss
 from torch.nn.modules.loss import _WeightedLoss
 
 from lockstep.arguments import misfit
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, warn
 from lockstep.replicas import REDUCED_BY_MEAN, NoMeans
 
 
@@ -88,6 +88,12 @@ TOLERANCE: Final = 1e-4
 IGNORED: Final = -100
 """The label that torch's cross entropies ignore by default."""
 
+_ELEMENTWISE: Final = frozenset(
+    {nn.functional.l1_loss, nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss}
+    | {each.forward for each in (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)}
+)
+"""The criteria of torch that stretch an output and a target to one shape."""
+
 _SUMMABLE: Final = frozenset({torch.float32, torch.float64, torch.int64})
 """Dtypes of metrics that are summed as they are. In others, such as float16, a sum over shards may be infinite."""
 
@@ -137,11 +143,14 @@ class Supervised:
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         divisors: What a criterion with a forward of its own divides by: "weights" of classes, "valid" targets, or, with
             nothing in it, samples; None for other criteria.
+        is_elementwise: Whether the criterion would compare all samples with each other if the output and the target
+            had other numbers of dimensions.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
     divisors: frozenset[str] | None = None
+    is_elementwise: bool = False
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -174,6 +183,12 @@ class Supervised:
                 f"The model is called with the entries of the batch but the target, {_types(inputs, kwargs)}, but "
                 f"{error}. Pass a function loss_fn(model, *batch) that calls it otherwise."
             ) from error
+        if self.is_elementwise and output.dim() != target.dim():
+            raise ValueError(
+                f"The output and the target must have as many dimensions, got {tuple(output.shape)} and "
+                f"{tuple(target.shape)}, of which the criterion compares each sample with all others. Give them one "
+                "shape, as by output.squeeze(-1) or target.unsqueeze(-1)."
+            )
         loss, counted = self.criterion(output, target), self._counted(target)
         if counted is None:
             return loss
@@ -253,7 +268,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         bare = owner
     criterion = bare if isinstance(bare, nn.Module) else criterion
     own = isinstance(criterion, _WeightedLoss) and type(criterion).forward.__module__ != _WeightedLoss.__module__
-    loss_fn = Supervised(criterion, target, divisors=_divisors_of(criterion) if own else None)
+    divisors = _divisors_of(criterion) if own else None
+    loss_fn = Supervised(criterion, target, divisors, is_elementwise=_function_of(criterion) in _ELEMENTWISE)
     is_summed(loss_fn)  # raises an error if the criterion does not reduce
     return loss_fn
 
@@ -272,15 +288,20 @@ def _divisors_of(criterion: Any) -> frozenset[str]:
             one, other, both = (float(probe(output[part], target[part])) for part in (slice(1), slice(1, 2), slice(2)))
             first, second = weight[target].tolist()
             by_weights = (first * one + second * other) / (first + second)
-            found = {"weights"} if math.isclose(both, by_weights, rel_tol=TOLERANCE) else set()
+            is_close = partial(math.isclose, rel_tol=TOLERANCE)
+            found = {"weights"} if is_close(both, by_weights) else set()
             target[1] = IGNORED
-            if hasattr(criterion, "ignore_index") and math.isclose(
-                float(probe(output, target)), one, rel_tol=TOLERANCE
-            ):
+            if hasattr(criterion, "ignore_index") and is_close(float(probe(output, target)), one):
                 found.add("valid")
     except Exception:  # noqa: BLE001, S110 - it takes other targets, or ignores none
         pass
     return frozenset(found)
+
+
+def _function_of(criterion: Any) -> Any:
+    """Return the function that computes a criterion: that of a partial function, or the forward of a module."""
+    called = criterion.func if isinstance(criterion, partial) else criterion
+    return type(called).forward if isinstance(called, nn.Module) else called
 
 
 def is_summed(loss_fn: LossFunction) -> bool:
@@ -299,10 +320,8 @@ def is_summed(loss_fn: LossFunction) -> bool:
     older = keywords.get("size_average"), keywords.get("reduce")
     if older != (None, None):
         reduction = "none" if older[1] is False else "sum" if older[0] is False else "mean"
-    called = criterion.func if isinstance(criterion, partial) else criterion
-    called = type(called).forward if isinstance(called, nn.Module) else called
     # A criterion with a forward of its own may reduce there what a base leaves.
-    if reduction == "none" and getattr(called, "__module__", "").startswith("torch."):
+    if reduction == "none" and getattr(_function_of(criterion), "__module__", "").startswith("torch."):
         raise ValueError(
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."
@@ -472,6 +491,27 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
                 f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), such as (correct, count), got {pair!r}."
             )
     return loss
+
+
+def warn_of_rows(loss_fn: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any], num_samples: int) -> None:
+    """Warn if a converter has made the target of `supervised` of other samples than those of its shard.
+
+    Args:
+        loss_fn: The loss function.
+        args: The positional entries of the batch.
+        kwargs: The entries of the batch by keyword.
+        num_samples: The number of samples of the shard, for which its loss counts.
+    """
+    if isinstance(loss_fn, Supervised):
+        target = args[-1] if loss_fn.target is None else kwargs[loss_fn.target]
+        is_plain = isinstance(target, torch.Tensor) and not target.is_nested and target.dim() > 0
+        # Not only the first dimension, which may be time, and several rows per sample are right.
+        if is_plain and all(length % num_samples for length in target.shape):
+            warn(
+                f"`converter` must keep all samples, got a target of shape {tuple(target.shape)} for the {num_samples} "
+                "samples of a shard. Its loss counts as the mean over these: leave samples out of the dataset instead, "
+                "or pass a loss function that returns Loss(mean, weight=number of rows)."
+            )
 
 
 def _is_pair(value: object) -> bool:

@@ -15,8 +15,8 @@ from lockstep.arguments import look_up
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.elsewhere import GIVEN_ONCE, STANDARD_UPDATER, UPDATER, UPDATER_NAMES, names_ours
-from lockstep.errors import OrderError
-from lockstep.precision import LossScale
+from lockstep.errors import EndOfDataError, OrderError
+from lockstep.precision import LossScale, warn_of_half
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt.attempt import GradientRequest
 from lockstep.updaters.attempt.audit import Auditor, OnFault
@@ -38,6 +38,10 @@ from lockstep.updaters.step.inference import InferenceRunner
 from lockstep.updaters.step.next_batches import CopyAhead
 from lockstep.updaters.step.sharing import ShardOptimizer
 from lockstep.updaters.updater import Updater
+
+
+class EndOfIteratorError(EndOfDataError, StopIteration):
+    """The iterator has ended, which `update` says in the way of Python's iterators."""
 
 
 class ParallelUpdater(Updater):
@@ -198,6 +202,7 @@ class ParallelUpdater(Updater):
             shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.engine.training, parts.engine
+        warn_of_half(recipe.precision_policy, self._training.optimizers.values())
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss)
         self._custom = CustomStep(parts, self._default_request)
@@ -221,7 +226,7 @@ class ParallelUpdater(Updater):
             The result of the update; ``applied`` is False if the batch was skipped.
 
         Raises:
-            StopIteration: If the iterator has ended.
+            EndOfDataError: If the iterator has ended. It is also a `StopIteration`.
             NonFiniteError: If the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
             ReplicaError: If user code raised in a shard, or if a device hung.
             ValueError: If the loss is not computed with the model that `loss_fn` receives.
@@ -231,27 +236,34 @@ class ParallelUpdater(Updater):
             raise OrderError("`update` must not be called by a step function.")
         parts, engine, names = self._parts, self._engine, tuple(self._training.optimizers)
         parts.coordinator.start_update()
-        with UpdateContext(self._training.replicas) as context:
-            if self._has_custom_step:
-                return self._custom.update(self.update_core, context)
-            attempt = parts.retry.first_attempt(self._default_request, names)
-            while not attempt.is_final:
-                with parts.coordinator.reporting_errors():
-                    engine.take(attempt)
-                    engine.plan(attempt, context)
-                    engine.compute(attempt, context)
-                    engine.reduce(attempt, context)
-                    engine.check(attempt)
-                # After an overflow the next attempt has a lower loss scale.
-                attempt = parts.retry.next_attempt(attempt)
-            # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
-            # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
-            parts.coordinator.hold_interrupts(context.interrupts)
-            consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
-            result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
-            is_first = attempt.gradient_context.is_first
-            engine.conversion.keep_changes(attempt.batches, attempt.device_shards, is_first=is_first)
-            return result
+        try:
+            with UpdateContext(self._training.replicas) as context:
+                if self._has_custom_step:
+                    return self._custom.update(self.update_core, context)
+                attempt = parts.retry.first_attempt(self._default_request, names)
+                while not attempt.is_final:
+                    with parts.coordinator.reporting_errors():
+                        engine.take(attempt)
+                        engine.plan(attempt, context)
+                        engine.compute(attempt, context)
+                        engine.reduce(attempt, context)
+                        engine.check(attempt)
+                    # After an overflow the next attempt has a lower loss scale.
+                    attempt = parts.retry.next_attempt(attempt)
+                # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
+                # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
+                parts.coordinator.hold_interrupts(context.interrupts)
+                consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
+                result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
+                is_first = attempt.gradient_context.is_first
+                engine.conversion.keep_changes(attempt.batches, attempt.device_shards, is_first=is_first)
+                return result
+        except StopIteration as end:
+            raise EndOfIteratorError(
+                f"An iterator has ended after {self.epoch_detail:g} epochs and {self.iteration} updates. "
+                "End the loop here, or pass one that repeats: a BatchIterator with repeat=True, a DataLoader, or a "
+                "function that returns a generator."
+            ) from end
 
     def update_core(self, batch: Any) -> object:
         """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.

@@ -24,8 +24,9 @@ CURES: Final = {
     "process": "The result depends on the process: the hash of a string, the order of a set, a process ID. Sort sets, "
     "and take no seed from `hash`.",
     "memory": "Memory is read before it is written. Use `torch.zeros` instead of `torch.empty`.",
-    "data": "The dataset returns other samples where it is read in another order or process. Let a sample depend on "
-    "its index only, and draw from the default generators, which have a stream for each sample.",
+    "data": "The dataset returns other samples where it is read in another order or process, or an `order_sampler` "
+    "counts its calls or keeps a generator. Let a sample depend on its index only, and an order on the one before, and "
+    "draw from the default generators, which have a stream for each sample and each order.",
     "sum": "All shards are equal, and what is made of them is not. Hooks of parameters may hold a state.",
     "mean": "The loss is not a mean over samples, so the result depends on the number of shards, as it does on that of "
     "devices in DDP. If it is a mean with weights, such as those of classes, tokens or labels that are not ignored, "

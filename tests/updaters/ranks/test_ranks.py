@@ -63,14 +63,14 @@ def test_an_interrupt_that_lets_the_work_go_on_leaves_no_shard_out(outcomes: Out
 
 def test_each_rank_loads_the_samples_of_its_own_shards(outcomes: Outcomes, tmp_path: Path) -> None:
     found = loaded(str(tmp_path), 0, 1)
-    assert found["ended"] == "StopIteration"
+    assert found["ended"] == "EndOfIteratorError"
     first, second = of(outcomes, "loaded")
     assert [list(map(int, each["indices"])) for each in (first, second)] == [
         [*range(4), *range(8, 12)],
         [*range(4, 8), *range(12, 16)],
     ]
     assert first["end"] == second["end"] == found["end"]
-    assert first["ended"] == second["ended"] == "StopIteration"
+    assert first["ended"] == second["ended"] == "EndOfIteratorError"
 
 
 @pytest.mark.parametrize(("num_workers", "accumulate"), [(0, 2), (1, 1), (1, 2)])

@@ -118,12 +118,7 @@ class GradientMethod(optim.HookedOptimizer):
         return super().update(lossfun, *args, **kwds)
 
     def add_hook(
-        self,
-        hook: Callable[..., object],
-        name: str | None = None,
-        timing: str = "auto",
-        *,
-        group: int | None = None,
+        self, hook: Callable[..., object], name: str | None = None, timing: str = "auto", *, group: int | None = None
     ) -> None:
         """Register a function to be called in every update; ``call_for_each_param`` of Chainer's hooks is supported.
 

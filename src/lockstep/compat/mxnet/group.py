@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -186,18 +187,13 @@ def split_input_slice(
     lengths = [math.floor(share + 0.5) if rule == "scala" else round(share) for share in shares]
     # Rounding down on every device can leave several samples, all of which go to the last one.
     lengths[-1] += max(batch_size - sum(lengths), 0)
-    slices: list[slice] = []
-    begin = 0
-    for length in lengths:
-        end = min(begin + length, batch_size)
-        if begin >= end:
+    slices = [slice(begin, min(end, batch_size)) for begin, end in pairwise(accumulate(lengths, initial=0))]
+    for device, part in enumerate(slices):
+        if part.start >= part.stop:
             raise ValueError(
                 f"`work_load_list` must leave a sample for every device of a batch of {batch_size}, got "
-                f"{list(work_load_list)}, by which device {len(slices)} has none. Use fewer devices or a "
-                "larger batch."
+                f"{list(work_load_list)}, by which device {device} has none. Use fewer devices or a larger batch."
             )
-        slices.append(slice(begin, end))
-        begin = end
     return slices
 
 
@@ -410,8 +406,7 @@ class DataParallelExecutorGroup:
         if reshape:
             self.reshape(data_shapes, label_shapes)
         else:
-            data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
-            self.core.bind(data, labels)
+            self.core.bind(parse_descriptions(data_shapes), parse_descriptions(label_shapes))
 
     def reshape(self, data_shapes: Sequence[Description], label_shapes: Sequence[Description] | None) -> None:
         """Change the shapes of inputs and their layouts; parameters and gradients are kept.

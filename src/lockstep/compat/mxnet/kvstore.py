@@ -42,9 +42,7 @@ def group_by_key(key: Keys, tensors: Values, argument: str = "value") -> list[tu
     given = list(cast("Sequence[Tensor | Sequence[Tensor]]", tensors if several else [tensors]))
     if len(keys) != len(given):
         raise ValueError(f"`key` must hold as many keys as there are values ({len(given)}), got {len(keys)}.")
-    paired = [
-        (name, [each] if isinstance(each, Tensor) else list(each)) for name, each in zip(keys, given, strict=True)
-    ]
+    paired = [(name, [one] if isinstance(one, Tensor) else list(one)) for name, one in zip(keys, given, strict=True)]
     empty = [name for name, parts in paired if not parts]
     if empty:
         raise ValueError(f"`{argument}` must hold a tensor for each key, and {empty[0]!r} has none.")

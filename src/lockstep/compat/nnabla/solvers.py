@@ -198,9 +198,8 @@ class LAMB(HookedOptimizer):
         check_number("threshold", options["threshold"], least=0, finite=True)
         least, greatest = options["norm_bounds"]
         if not (0 <= least <= greatest and least < math.inf and greatest > 0):
-            raise ValueError(
-                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, got {(least, greatest)}."
-            )
+            rule = "must be at least 0 and in ascending order, the second above 0"
+            raise ValueError(f"`norm_bounds` {rule}, got {(least, greatest)}.")
 
     def advance(self) -> None:
         """Apply one step to the weights; no hook is called and nothing is counted.
@@ -308,10 +307,8 @@ class SGDW(MomentumSGD):
         super()._check_options(options)
         first = _initial_lr(options)
         check_number("weight_decay", options["weight_decay"], least=0, below=1)
-        if not 0 < first < math.inf:
-            raise ValueError(
-                f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
-            )
+        # The decay is λ times lr / initial_lr.
+        check_number("initial_lr", first, above=0, finite=True)
 
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state of this optimizer; not one for that of torch's SGD, which has the decay in its buffers."""

@@ -210,9 +210,7 @@ def _gradient(tensor: torch.Tensor | None) -> torch.Tensor:
         TypeError: If it is None, as the gradient of a parameter is before the first backward.
     """
     if tensor is None:
-        raise TypeError(
-            "`grads` must hold parameters or gradients, got None. Pass the parameters, as by list(model.parameters())."
-        )
+        raise TypeError("`grads` must hold parameters or gradients, got None. Pass list(model.parameters()).")
     if not tensor.requires_grad:
         return tensor
     if tensor.grad is None:

@@ -357,11 +357,9 @@ class Safetensors(BlockPart):
     def read(self, block: int) -> Sequence[dict[str, torch.Tensor]]:
         """Read a block of samples."""
         begin = block * self.block
+        rows = slice(begin, begin + self.lengths[block])
         with safe_open(self.name, "pt") as file:
-            tensors = {
-                name: file.get_slice(name)[begin : begin + self.lengths[block]]
-                for name in file.keys()  # noqa: SIM118 - no dict
-            }
+            tensors = {name: file.get_slice(name)[rows] for name in file.keys()}  # noqa: SIM118 - no dict
         return [
             dict(zip(tensors, entries, strict=True))
             for entries in zip(*map(torch.unbind, tensors.values()), strict=True)

@@ -54,14 +54,14 @@ def observe_logs(replica: nn.Module) -> None:
                 warn(
                     f"{type(module).__name__} overrides {' and '.join(sorted(hooks))}, which nothing calls because no "
                     "Lightning Trainer runs. Pass clip_grad_norm=, scheduler= or an optimizer with a hook to the "
-                    "updater, or write a step function (`step_fn`); call what follows an update in an extension.",
+                    "updater, or write a step function (`step_fn`); call what follows an update in an extension."
                 )
             read = OF_TRAINERS & _names(own)
             if read:
                 warn(
                     f"{type(module).__name__} reads {' and '.join(sorted(read))}, which stay 0 because no Lightning "
                     "Trainer runs. Read updater.iteration and updater.epoch in the loss function instead, and pass "
-                    "them to the step.",
+                    "them to the step."
                 )
 
 

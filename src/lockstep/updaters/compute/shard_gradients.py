@@ -22,7 +22,7 @@ from lockstep.precision import Precision, divide_, initial_gradient, multiply_, 
 from lockstep.replicas import BufferSum, NoMeans, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.compute.early_send import DeviceSend, EarlySend, GradientMerge
-from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs, warn_of_rows
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state.carried import CarriedAttempt
 
@@ -202,6 +202,8 @@ class DeviceGradientTask:
         if context.is_first:
             # Weakly: what was created for this shard ends with its graph.
             context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
+            if context.at_start and shard.index == 0:
+                warn_of_rows(loss_fn, args, kwargs, len(shard.samples))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
         weight = loss_weight(loss, len(shard.samples), batch=shard.batch, no_means=context.no_means)
@@ -339,10 +341,7 @@ class DeviceForwards:
             runner.buffers.restore()
         self.watch.phase = "evaluation"
         try:
-            with (
-                self.precision.autocast(runner.device.type),
-                collecting(self.observers, len(shard.samples)) as reports,
-            ):
+            with self.precision.autocast(runner.device.type), collecting(self.observers, len(shard.samples)) as reports:
                 returned = self.function(runner.place, given)
         except Exception as error:
             raise runner.error("forward", shard, error) from error

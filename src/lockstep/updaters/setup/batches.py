@@ -215,7 +215,7 @@ class ListRule:
                     f"`batch` holds a list of {size} entries, whose tensors have {size} rows, and {size} samples: the "
                     "tensors are cut along their rows. If the list has one entry per sample instead, give the samples "
                     "themselves: lockstep.IterableBatches(source, batches_of='samples') with a converter=. If not, "
-                    "pass a tuple.",
+                    "pass a tuple."
                 )
 
 
@@ -300,6 +300,7 @@ class Conversion:
                 of a shard are adjacent. They are copied nevertheless if shards have changed theirs before.
 
         Raises:
+            TypeError: If a converter returns None.
             ValueError: If a shard has changed a part of one of the batches in an attempt that was not completed.
 
         Determinism: While a converter of yours is called, the default generators of torch, Python and NumPy, and that
@@ -329,9 +330,12 @@ class Conversion:
                     if stream is not None:
                         self._seed_generators(stream, samples, first + shard.index)
                     try:
-                        given.append((shard, self._converter(samples, device)))
+                        converted = self._converter(samples, device)
                     except StopIteration as error:
                         raise own_iterator_error("The dataset or the converter") from error
+                    if converted is None:
+                        raise TypeError("`converter` must return the tensors of the samples that it gets, got None.")
+                    given.append((shard, converted))
                 else:
                     given.append((shard, self._cut(batch, shard, device, own)))
         if lends and tensors:

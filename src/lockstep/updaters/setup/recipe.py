@@ -144,10 +144,9 @@ class Recipe:
         check_integer("seed", self.seed)
         check_bool("auto_new_epoch", self.auto_new_epoch)
         check_dims(self.batch_dim, "batch_dim")
-        check_choice("split", self.split, get_args(Split))
-        check_choice("reduction", self.reduction, get_args(Reduction))
-        check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
-        check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
+        choices = {"split": Split, "reduction": Reduction, "on_overflow": OnOverflow, "on_exhausted": OnExhausted}
+        for name, allowed in choices.items():
+            check_choice(name, getattr(self, name), get_args(allowed))
         check_rules(self.buffers)
         parse_precision(self.precision)
         if self.converter is None:
@@ -205,17 +204,22 @@ def check_functions(*, converter: object = None, loss_fn: object = None, step_fn
             f"lockstep.supervised({given})."
         )
     for name, function in {"converter": converter, "loss_fn": loss_fn, "step_fn": step_fn}.items():
-        if function is None:
-            continue
-        if not callable(function):
+        if function is not None and not callable(function):
             raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
-    for name, (each, arguments) in {
-        "converter": (converter, "samples, device"),
-        "step_fn": (step_fn, "updater, batch"),
-    }.items():
-        if callable(each) and misfit(each, *arguments.split(", ")):
+    for name, each, arguments, call in (
+        (
+            "converter",
+            converter,
+            "samples, device",
+            "collator(list(samples)).to(device) with your function as collator",
+        ),
+        ("step_fn", step_fn, "updater, batch", "... that calls it"),
+    ):
+        # Collators of transformers take a second argument, which is no device: it would have two values.
+        reason = misfit(each, *arguments.split(", "), return_tensors="pt") if callable(each) else ""
+        if reason and "unexpected keyword" not in reason:
             kind = getattr(each, "__name__", type(each).__name__)
             raise TypeError(
                 f"`{name}` must be called as {name}({arguments}), got {kind}, which does not take these two. Pass "
-                f"lambda {arguments}: ... that calls it."
+                f"lambda {arguments}: {call}."
             )
