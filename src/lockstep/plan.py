@@ -122,11 +122,7 @@ class Shard:
 
 
 def shards_by_device(
-    batch_sizes: Sequence[int],
-    num_shards: int | None,
-    workloads: Sequence[float],
-    *,
-    strided: bool = False,
+    batch_sizes: Sequence[int], num_shards: int | None, workloads: Sequence[float], *, strided: bool = False
 ) -> list[list[Shard]]:
     """Cut the batches of one update into shards and assign them to devices.
 

@@ -140,8 +140,7 @@ def check_same(communicator: Communicator, subject: nn.Module | NamedTensors | S
     tensors = _named_tensors(subject)
     # Dtype and shape are compared as text beside the digest, so that the error can name them.
     found = compare(
-        communicator,
-        {name: [f"{each.dtype} {tuple(each.shape)}", digest(each)] for name, each in tensors.items()},
+        communicator, {name: [f"{each.dtype} {tuple(each.shape)}", digest(each)] for name, each in tensors.items()}
     )
     if found is None:
         return

@@ -110,7 +110,7 @@ class BatchIterator(Iterator):
         if repeat and batch_size > len(dataset):
             warn(
                 f"`batch_size` is {batch_size}, but there are only {len(dataset)} samples: a batch then holds "
-                + ("some of them several times." if last_batch == "wrap" else "no more than these."),
+                + ("some of them several times." if last_batch == "wrap" else "no more than these.")
             )
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -378,7 +378,7 @@ class BatchIterator(Iterator):
             warn(
                 f"`num_sections` should be a multiple of the number of shards, and `batch_size` of `num_sections`, got "
                 f"{parts.num_sections} for {self.batch_size} samples: {shared} of the sections are read by another "
-                "process, too. The result is the same.",
+                "process, too. The result is the same."
             )
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:

@@ -497,7 +497,7 @@ def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterato
         warn(
             f"`{name}` is a {type(source).__name__}, whose items are taken for batches, although an IterableDataset of "
             "torch yields samples. Pass DataLoader(dataset, batch_size); or IterableBatches(dataset) if its items are "
-            "batches.",
+            "batches."
         )
     return IterableBatches(source)
 

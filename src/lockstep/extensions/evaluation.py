@@ -205,7 +205,7 @@ class Evaluation:
                 f"{what} and so is no mean over samples. What an evaluation logs is the mean over the shards, weighted "
                 "by samples, which depends on the number of shards. Pass a metric, which sees all samples; "
                 "Evaluator(..., num_shards=1) for the mean over whole batches; or, for a mean of other things than "
-                "samples, Loss(mean, weight=...) or report(..., weight=...) with their number.",
+                "samples, Loss(mean, weight=...) or report(..., weight=...) with their number."
             )
 
     def _report(self, result: ShardResult, returned: Any) -> ShardReport | None:

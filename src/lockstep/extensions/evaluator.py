@@ -214,7 +214,7 @@ class Evaluator(Extension):
                 self._warned.add(name)
                 warn(
                     f"The value of metric {name!r} is not observed, because {error}. Read it from "
-                    "`Evaluator.results`, or use a metric with fewer values.",
+                    "`Evaluator.results`, or use a metric with fewer values."
                 )
             return {}
 

@@ -312,7 +312,7 @@ class Snapshot(Extension):
                 observed = ", ".join(map(repr, sorted(trainer.observation))) or "nothing"
                 warn(
                     f"`best` must be observed at a snapshot for it to be the best one, got {self.best!r}; at update "
-                    f"{trainer.updater.iteration} there is {observed}.",
+                    f"{trainer.updater.iteration} there is {observed}."
                 )
             return {}
         total, weight = read_means({self.best: as_mean(trainer.observation[self.best])})[self.best]
@@ -340,7 +340,7 @@ class Snapshot(Extension):
         if elsewhere and not self.per_machine and trainer.is_main:
             warn(
                 f"Ranks {', '.join(map(str, elsewhere))} do not share the folder {trainer.out} with rank 0, whose "
-                "machine alone has the snapshots. To have them on every machine, pass `per_machine=True`.",
+                "machine alone has the snapshots. To have them on every machine, pass `per_machine=True`."
             )
         return leaders[communicator.rank] == communicator.rank if self.per_machine else trainer.is_main
 

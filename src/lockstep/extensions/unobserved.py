@@ -73,7 +73,7 @@ class Unobserved:
         remedy = f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
         warn(
             f"{self._of} must name observed values, got {', '.join(map(repr, missed))}; at update "
-            f"{trainer.updater.iteration} there is {', '.join(map(repr, sorted(self._known)))}.{remedy}",
+            f"{trainer.updater.iteration} there is {', '.join(map(repr, sorted(self._known)))}.{remedy}"
         )
 
     def _nearest(self, name: str) -> list[str]:

@@ -121,7 +121,7 @@ class MomentumOptimizer(HookedOptimizer):
         buffers = {index: each.get("momentum_buffer") for index, each in state_dict["state"].items()}
         warn(
             f"The loaded state is that of torch.optim.SGD. Its momentum buffers become the velocities of this "
-            f"{type(self).__name__}; hooks, counters and the loss scale keep their state.",
+            f"{type(self).__name__}; hooks, counters and the loss scale keep their state."
         )
         return {
             **self.state_dict(),

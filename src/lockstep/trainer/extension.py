@@ -182,7 +182,7 @@ class FunctionExtension(Extension):
             self._has_warned = True
             warn(
                 f"Extension {self.name!r} returned values ({', '.join(map(str, returned))}), which are not used. "
-                "Call trainer.observe(name, value) for each. This warning is given once.",
+                "Call trainer.observe(name, value) for each. This warning is given once."
             )
 
 
@@ -380,5 +380,5 @@ def check_extensions(state: Mapping[str, Any], names: Collection[str], *, strict
         warn(
             f"The extensions of this Trainer are not those of the saved state: {' and '.join(changes)}. Extensions "
             "that were added start without a saved state, and the state of those that were removed is ignored. To "
-            "refuse such a state, call load_state_dict(state, strict=True).",
+            "refuse such a state, call load_state_dict(state, strict=True)."
         )

@@ -384,7 +384,7 @@ class Trainer(KnowsOthers):
                 warn(
                     f'`resume` is "auto", but {self.out} holds no snapshot, and no extension of this trainer writes '
                     "any: if this run is stopped, the same command starts anew. Call "
-                    "trainer.extend(lockstep.extensions.Snapshot()).",
+                    "trainer.extend(lockstep.extensions.Snapshot())."
                 )
             return None
         # Not by the path of the snapshot, which may be one of another machine.
@@ -410,7 +410,7 @@ class Trainer(KnowsOthers):
         if other and self.is_main:
             warn(
                 f"The saved state is that of another kind of trigger for {', '.join(other)}, which starts without it, "
-                "as in a new run.",
+                "as in a new run."
             )
         parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = []
         parts += [pair for name, pair in triggers.items() if name not in other]

@@ -205,7 +205,7 @@ class EarlyStopping(Trigger):
                 warn(
                     f"{self.monitor!r} was not observed at this check for early stopping, which is skipped; there is "
                     f"{observed}. Name one of these, or pass a `check_trigger` that fires when it is observed. This "
-                    "warning is given once.",
+                    "warning is given once."
                 )
                 self._has_warned = True
             return False

@@ -416,5 +416,5 @@ def _reading(name: str, seconds: float, remedy: str) -> Iterator[None]:
     if time.perf_counter() - start > seconds:
         warn(
             f"Reading {name} took {time.perf_counter() - start:.3g} s. {remedy} `slow_after` sets the time after "
-            "which this is said.",
+            "which this is said."
         )

@@ -115,7 +115,7 @@ class GradientNorm(Extension):
             self._warned = True
             warn(
                 "No model has gradients after an update, so GradientNorm observes nothing. With precision='bf16-true' "
-                "and 'fp16-true' gradients are not kept; use 'bf16' or 'fp16' to observe their norm.",
+                "and 'fp16-true' gradients are not kept; use 'bf16' or 'fp16' to observe their norm."
             )
 
 
@@ -252,7 +252,7 @@ class Throughput(Extension):
             self._warned = True
             warn(
                 f"`weight_of` must name an observed mean, got {self.weight_of!r}, so Throughput leaves out the rate of "
-                f"{self.label}. Values that are observed: {', '.join(sorted(trainer.observation))}.",
+                f"{self.label}. Values that are observed: {', '.join(sorted(trainer.observation))}."
             )
         for index, share in enumerate([] if self._load is None else self._load.shares(seconds / self._updates)):
             trainer.observe(f"throughput/load/device{index}", share)

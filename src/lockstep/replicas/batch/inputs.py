@@ -337,10 +337,7 @@ def positive_dims(
 
 
 def count_samples(
-    paths: Collection[str],
-    tensors: Sequence[torch.Tensor],
-    dims: Sequence[int | None],
-    argument: str = "batch",
+    paths: Collection[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None], argument: str = "batch"
 ) -> int:
     """Return the number of samples of inputs.
 

@@ -117,10 +117,7 @@ Description: TypeAlias = "tuple[str, Sequence[int]]"
 
 
 def bound_inputs(
-    data: Sequence[Description],
-    labels: Sequence[Description] | None,
-    batch_dim: BatchDim,
-    before: Inputs | None = None,
+    data: Sequence[Description], labels: Sequence[Description] | None, batch_dim: BatchDim, before: Inputs | None = None
 ) -> Inputs:
     """Return bound inputs.
 

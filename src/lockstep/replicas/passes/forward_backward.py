@@ -151,12 +151,7 @@ class ForwardBackward:
         """The hooks that run around the forward and the backward of each shard, or None, which costs nothing."""
 
     def forward(
-        self,
-        inputs: Inputs,
-        *,
-        num_shards: int | None = None,
-        training: bool | None = None,
-        output_dim: BatchDim = 0,
+        self, inputs: Inputs, *, num_shards: int | None = None, training: bool | None = None, output_dim: BatchDim = 0
     ) -> Forward:
         """Run forward on all shards of a batch, and combine the buffers.
 

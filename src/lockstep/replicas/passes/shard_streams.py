@@ -141,10 +141,7 @@ class ShardStreams:
     def _fall_back(self, reason: str) -> None:
         """Compute one shard at a time from now on, which gives the same bits on a single core."""
         self.one_at_a_time = True
-        warn(
-            f"{reason}. The shards of this process now run one at a time, with the same result.",
-            RandomStreamWarning,
-        )
+        warn(f"{reason}. The shards of this process now run one at a time, with the same result.", RandomStreamWarning)
 
 
 @contextmanager

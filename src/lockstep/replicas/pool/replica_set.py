@@ -146,7 +146,7 @@ class ReplicaSet:
             warn(
                 f"`devices` are of several types ({', '.join(self.device_types)}), whose kernels round differently, so "
                 "the determinism guarantee is suspended: the bits depend on which device computes a shard. Autocast "
-                "also casts other operations on each type.",
+                "also casts other operations on each type."
             )
         self._seconds = seconds_of(timeout)
         self.watches_all = timeout is not None and timeout != "auto"

@@ -268,7 +268,7 @@ def warn_of_kept(kept: str) -> None:
     warn(
         f"The calling thread is inside of {kept}, which no other thread can be given, so the devices of this process "
         "work in this thread, one after another and without a timeout, with the same result. Enter it in the loss "
-        "function or in forward to use all devices at the same time.",
+        "function or in forward to use all devices at the same time."
     )
 
 

@@ -92,7 +92,7 @@ def restore_frozen(saved: Mapping[str, Sequence[str]], models: Mapping[str, nn.M
         warn(
             f"Other parameters are frozen than when the state was saved: {few(changed, LISTED)}. Their "
             "`requires_grad` is now as it was saved. To train others from here on, freeze parameters before you create "
-            "the updater, and accept the field `frozen` of the recipe when you resume.",
+            "the updater, and accept the field `frozen` of the recipe when you resume."
         )
 
 

@@ -191,7 +191,7 @@ class TrainingState:
             warn(
                 "The model was in evaluation mode, in which dropout is off and batch normalization does not learn. It "
                 "is now in training mode. Call model.train() before training to avoid this warning. To train with "
-                "some modules in evaluation mode, call model.train() first and then eval() on these modules.",
+                "some modules in evaluation mode, call model.train() first and then eval() on these modules."
             )
 
     @property

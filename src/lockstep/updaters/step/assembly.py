@@ -170,7 +170,7 @@ def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Commun
         warn(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
-            "results that do not.",
+            "results that do not."
         )
     if communicator.rank == 0:
         devices = len(engine.replicas.devices) * communicator.size

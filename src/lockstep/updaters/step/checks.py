@@ -171,12 +171,12 @@ def warn_of_idle_devices(recipe: Recipe, iterator: Iterator, *, devices: int) ->
     if shards * batches < devices:
         warn(
             f"`num_shards` is {shards}, but there are {devices} devices, of which some will have nothing to compute. "
-            "Use fewer devices, or more shards, which is another result.",
+            "Use fewer devices, or more shards, which is another result."
         )
     if isinstance(iterator, BatchIterator) and shards > iterator.batch_size:
         warn(
             f"`num_shards` is {shards}, but a batch has only {iterator.batch_size} samples: each of them is a shard, "
-            "and the others are empty. Use fewer shards or larger batches.",
+            "and the others are empty. Use fewer shards or larger batches."
         )
 
 
@@ -330,7 +330,7 @@ def warn_of_no_means(found: Iterable[str]) -> None:
             "result depends on the number of shards. Return Loss(mean, weight=sum of the weights), or pass "
             "lockstep.supervised(criterion), which knows class weights, ignored labels and reduction='sum', or "
             "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
-            "`lockstep verify` compares the gradients.",
+            "`lockstep verify` compares the gradients."
         )
 
 

@@ -424,10 +424,7 @@ class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
 
 
 def _merge_results(
-    results: Sequence[UpdateResult],
-    scale: CurrentScale,
-    *,
-    parts: Mapping[str, UpdateResult] | None = None,
+    results: Sequence[UpdateResult], scale: CurrentScale, *, parts: Mapping[str, UpdateResult] | None = None
 ) -> UpdateResult:
     """Merge several results into one, with all reports, the last loss scale and the most tries.
 

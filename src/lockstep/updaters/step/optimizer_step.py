@@ -137,11 +137,7 @@ class OptimizerStep:
         return None
 
     def _has_moved(
-        self,
-        error: BaseException,
-        progress: StepProgress,
-        parameters: Sequence[torch.Tensor],
-        versions: Sequence[int],
+        self, error: BaseException, progress: StepProgress, parameters: Sequence[torch.Tensor], versions: Sequence[int]
     ) -> bool:
         """Return whether all weights had moved before an error; False if none had.
 

@@ -65,7 +65,7 @@ def compare_parts(again: Recomputation, attempt: Attempt, audit: Audit, context:
             f"The reported value {name!r} is {what} and so is no mean over samples. What is logged is the mean of "
             "the values of the shards, weighted by samples, which depends on the number of shards. Report a mean, "
             "with its weight if that is no number of samples, such as the correct ones among all; compute a sum, "
-            "an extreme or a metric such as F1 in an Evaluator, or after the update.",
+            "an extreme or a metric such as F1 in an Evaluator, or after the update."
         )
 
 

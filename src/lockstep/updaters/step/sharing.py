@@ -284,10 +284,7 @@ def why_whole(optimizer: Optimizer, model: nn.Module) -> str | None:
 
 
 def share_out(
-    training: TrainingState,
-    communicator: Communicator,
-    chosen: ShardOptimizer,
-    ranks: RankReduction,
+    training: TrainingState, communicator: Communicator, chosen: ShardOptimizer, ranks: RankReduction
 ) -> dict[str, SharedStep]:
     """Share out the optimizers of a run over its ranks, where that is chosen.
 
