@@ -125,6 +125,11 @@ LOSSES = [
         "output.squeeze(-1)",
     ),
     row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
+    row(
+        "logits and loss",
+        lambda: train(loss_fn=lambda m, x, y: (m(x), ce(m(x), y))),
+        "got a tuple. If entry [1] is the loss, pass lambda model, *batch: model(*batch)[1]",
+    ),
     row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
     row("report", report_of_two_arguments, "got another float", "pass a dict: report({name: value})"),
     row("outer model", loss_of_outer_model, "must compute its loss with the model that it is given"),
@@ -340,6 +345,34 @@ UPDATERS = [
     row("bf16-mixed", lambda: build(precision="bf16-mixed"), ONE_OF, "Pass precision='bf16'"),
     row("dtype", lambda: build(precision=torch.bfloat16), ONE_OF, "Pass precision='bf16'"),
     row("float16", lambda: build(precision="float16"), ONE_OF, "Pass precision='fp16'"),
+    row("dynamic", lambda: build(loss_scale="dynamic"), "got a str. Pass lockstep.DynamicLossScale(2.0**16)"),
+    row("scaler", lambda: build(loss_scale=torch.amp.GradScaler("cpu")), "got a GradScaler", "DynamicLossScale("),
+    row("scaler=", lambda: build(scaler=None), "no argument `scaler`", "Pass loss_scale=lockstep.DynamicLossScale("),
+    row(
+        "ls.GradScaler", lambda: ls.GradScaler, "no attribute 'GradScaler'", "DynamicLossScale(", "lockstep.LossScaler"
+    ),
+    row("accumulation_steps", lambda: build(accumulation_steps=4), "no argument `acc", "Pass accumulate="),
+    row(
+        "scheduler text", lambda: build(scheduler="cosine"), "`scheduler` must be a torch", "got a str. Create one from"
+    ),
+    row("half", lambda: build(model=net().half()), "holds weights in torch.float16", "Pass precision='fp16-true'"),
+    row(
+        "two entries",
+        lambda: build().compute_gradients(X, Y),
+        "compute_gradients() got arguments that do not fit",
+        "as one tuple or dict, as in compute_gradients((x, y))",
+    ),
+    row(
+        "single sample",
+        lambda: build().compute_gradients(DATA[0]),
+        "must have a dimension 0 to count samples by",
+        "If it is a single sample, lockstep.collate([sample]) makes a batch of it",
+    ),
+    row(
+        "optimizer object",
+        lambda: (updater := build()).compute_gradients((X, Y), optimizer=updater.get_optimizer("main")),
+        "`optimizer` must be one of ['main'], got a SGD. Pass its name",
+    ),
     row("clip_grad_norm=0", lambda: build(clip_grad_norm=0), "must be above 0, got 0", "Pass None"),
     *(
         row(f"{name}=", partial(build, **{name: 2}), f"no argument `{name}`", cure)
@@ -398,7 +431,7 @@ UPDATERS = [
             "parameters": 'get_all_models()["main"].parameters()',
             "model": 'get_all_models()["main"]',
             "optimizer": 'get_optimizer("main")',
-            "scheduler": "the updater steps it",
+            "scheduler": "Pass scheduler= to the constructor",
         }.items()
     ),
 ]

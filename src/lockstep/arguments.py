@@ -126,7 +126,7 @@ def check_instance(name: str, value: object, kind: type | UnionType, called: str
         raise TypeError(f"`{name}` must be {called}, got a {type(value).__name__}. {remedy}".rstrip())
 
 
-def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
+def look_up(name: Any, named: Mapping[str, T], argument: str = "name") -> T:
     """Return the object of a name.
 
     Args:
@@ -140,7 +140,8 @@ def look_up(name: str, named: Mapping[str, T], argument: str = "name") -> T:
     try:
         return named[name]
     except (KeyError, TypeError):  # a list, for example, has no hash
-        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {name!r}.") from None
+        got = repr(name) if isinstance(name, str | list) else f"a {type(name).__name__}. Pass its name"
+        raise KeyError(f"`{argument}` must be one of {sorted(named)}, got {got}.") from None
 
 
 def misfit(function: Callable[..., object], /, *args: object, **kwargs: object) -> str:

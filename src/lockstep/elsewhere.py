@@ -22,6 +22,7 @@ _SCHEDULER: Final = (
 _COMMUNICATOR: Final = (
     "Pass it to the communicator: communicator=lockstep.find_communicator(check_every=10, differing_models='refuse')."
 )
+_GRAD_SCALER: Final = "Pass loss_scale=lockstep.DynamicLossScale(2.0**16) to the updater."
 
 BATCH_ITERATOR: Final = {
     "batch_size": "For tensors of all samples, pass torch.utils.data.TensorDataset(features, labels) as dataset.",
@@ -48,6 +49,8 @@ UPDATER: Final = {
     "batch_size": "Pass it to the BatchIterator: it is the size of the whole batch.",
     "collate_fn": "Pass converter=, a function of (samples, device).",
     **dict.fromkeys(["accumulate_grad_batches", "gradient_accumulation_steps"], "Pass accumulate=."),
+    "accumulation_steps": "Pass accumulate=.",
+    **dict.fromkeys(["scaler", "grad_scaler"], _GRAD_SCALER),
     **dict.fromkeys(["gradient_clip_val", "max_grad_norm"], "Pass clip_grad_norm=1.0."),
     "accelerator": 'Pass devices=["cuda:0", "cuda:1"], devices=2 or devices="auto".',
     **dict.fromkeys(["strategy", "world_size"], _PROCESSES),
@@ -63,9 +66,7 @@ STANDARD_UPDATER: Final = UPDATER | {
 }
 
 TRAINER: Final = {
-    **dict.fromkeys(
-        ["max_epochs", "epochs", "num_epochs", "num_train_epochs"], 'Pass until=(10, "epoch"), for example.'
-    ),
+    **dict.fromkeys(["max_epochs", "epochs", "num_epochs", "num_train_epochs"], 'Pass until=(10, "epoch").'),
     **dict.fromkeys(["max_steps", "num_steps"], 'Pass until=(1000, "iteration"), for example.'),
     "callbacks": "Pass extensions=, or call trainer.extend(extension, trigger=...).",
     "logger": "Call trainer.extend(lockstep.extensions.LogReport()), or TensorBoardLogger and others there.",
@@ -101,8 +102,7 @@ EXTEND: Final = {
 RUN: Final = {
     **dict.fromkeys(["epochs", "max_epochs"], 'Pass until=(10, "epoch") to the Trainer, for example.'),
     "until": "Pass it to the Trainer, or set trainer.until.",
-    "ckpt_path": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with the folder of a snapshot.',
-    "resume_from_checkpoint": 'Pass resume="auto" for the newest snapshot in `out`, or resume= with a folder.',
+    **dict.fromkeys(["ckpt_path", "resume_from_checkpoint"], 'Pass resume="auto", or resume= with a folder.'),
 }
 """What to write for arguments of the calls that train elsewhere."""
 
@@ -156,19 +156,14 @@ GIVEN_ONCE: Final = (
 """What to write for an option of an updater that is read or set as an attribute."""
 
 UPDATER_NAMES: Final = {
-    **dict.fromkeys(
-        ["fit", "train", "run"], "Call update() for one update, or lockstep.Trainer(updater, until=...).run()."
-    ),
-    **dict.fromkeys(
-        ["step", "backward", "zero_grad"],
-        "update() runs forward, backward and the optimizer's step; leave this call out.",
-    ),
+    **dict.fromkeys(["fit", "train", "run"], "Call update() for one update, or run() of a lockstep.Trainer."),
+    **dict.fromkeys(["step", "backward", "zero_grad"], "update() runs all three; leave this call out."),
     "eval": "Call lockstep.predict(updater, batches), or use lockstep.extensions.Evaluator.",
     "parameters": 'Call updater.get_all_models()["main"].parameters(); they are those of your model.',
     **dict.fromkeys(["model", "module"], 'Read updater.get_all_models()["main"], which is your model.'),
     "optimizer": 'Call updater.get_optimizer("main"), which returns your optimizer.',
     "iterator": 'Call updater.get_iterator("main").',
-    "scheduler": "Keep the scheduler that you have passed; the updater steps it.",
+    "scheduler": "Pass scheduler= to the constructor, and keep your scheduler to read it; the updater steps it.",
     "lr": 'Set it in the optimizer: updater.get_optimizer("main").param_groups[0]["lr"].',
     "momentum": 'Set it in the optimizer: updater.get_optimizer("main").param_groups[0]["momentum"].',
     "weight_decay": 'Set it in the optimizer: updater.get_optimizer("main").param_groups[0]["weight_decay"].',
@@ -180,10 +175,8 @@ UPDATER_NAMES: Final = {
 """What to write for attributes and methods of models, optimizers and other loops."""
 
 MODULE_NAMES: Final = {
-    **dict.fromkeys(
-        ["DistributedDataParallel", "DDP", "Accelerator"],
-        "Give your model to lockstep.ParallelUpdater, or wrap it in lockstep.DataParallel.",
-    ),
+    **dict.fromkeys(["DistributedDataParallel", "DDP", "Accelerator"], "Use lockstep.ParallelUpdater or DataParallel."),
+    "GradScaler": f"{_GRAD_SCALER} In a loop without one, use lockstep.LossScaler.",
     "DataLoader": "Use lockstep.BatchIterator, or give the updater a torch.utils.data.DataLoader.",
     "ModelCheckpoint": "Use lockstep.extensions.Snapshot.",
     "Callback": "Derive from lockstep.Extension, or pass a function of the trainer to trainer.extend.",
@@ -204,7 +197,8 @@ def names_ours(ours: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P
     """Return a decorator for a function, or a dataclass, whose errors about its arguments say what to write.
 
     Args:
-        ours: What to write for arguments of other libraries, as sentences by name.
+        ours: What to write for arguments of other libraries, as sentences by name; "*" stands for others that do not
+            fit.
 
     >>> @names_ours({"bs": "Pass batch_size=."})
     ... def load(path, *, batch_size=1): ...
@@ -252,7 +246,7 @@ def _unbound(
     named = [f"{each.name}=" for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
     rule = f"It takes ({', '.join(placed)}) by position" + (f", and by name {', '.join(named)}." if named else ".")
     what = f"has no argument `{unknown[0]}`" if unknown else f"got arguments that do not fit: {error}"
-    return f"{called}() {what}. {rule}"
+    return f"{called}() {what}. {rule} {ours.get('*', '')}".rstrip()
 
 
 def missing_attribute(of: object, name: str, ours: Mapping[str, str]) -> AttributeError:

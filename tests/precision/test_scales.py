@@ -77,11 +77,11 @@ def test_no_number_of_bad_gradients_brings_a_factor_to_zero() -> None:
 
 
 BAD: dict[str, tuple[type[LossScale], dict[str, Any], str]] = {
-    "factor 0": (ls.StaticLossScale, {"factor": 0.0}, "`factor` must be positive and finite, got 0.0."),
+    "factor 0": (ls.StaticLossScale, {"factor": 0.0}, "`factor` must be finite and above 0, got 0.0."),
     "factor inf": (
         ls.DynamicLossScale,
         {"factor": math.inf},
-        "`factor` must be positive and finite, got inf.",
+        "`factor` must be finite and above 0, got inf.",
     ),
     "below the floor": (
         ls.DynamicLossScale,

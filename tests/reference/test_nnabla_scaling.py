@@ -154,8 +154,9 @@ class Replay:
             if not applied:
                 self.events.append(["check", True])
         except StopIteration as stop:
-            self.events.append(["feed_raises", type(stop).__name__])
-            error = {"type": type(stop).__name__, "message": str(stop)}
+            # Ours is a StopIteration with a text of its own.
+            self.events.append(["feed_raises", StopIteration.__name__])
+            error = {"type": StopIteration.__name__, "message": str(stop.__cause__ or stop)}
         scale = self.updater.loss_scale
         assert isinstance(scale, ls.DynamicLossScale)
         return {

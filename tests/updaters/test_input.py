@@ -63,8 +63,8 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"precision": "fp8"},
         "`precision` must be one of 'fp32', 'bf16', 'fp16', 'bf16-true', 'fp16-true', got 'fp8'.",
     ),
-    "loss scale 0": ({"loss_scale": 0.0}, "`loss_scale` must be positive and finite, got 0.0."),
-    "loss scale NaN": ({"loss_scale": math.nan}, "`loss_scale` must be positive and finite, got nan."),
+    "loss scale 0": ({"loss_scale": 0.0}, "`loss_scale` must be finite and above 0, got 0.0."),
+    "loss scale NaN": ({"loss_scale": math.nan}, "`loss_scale` must be finite and above 0, got nan."),
     "unknown overflow rule": (
         {"on_overflow": "redo"},
         "`on_overflow` must be 'retry', 'next' or 'skip', got 'redo'.",
@@ -98,7 +98,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "loss scale of text": (
         {"loss_scale": "8"},
-        "`loss_scale` must be a number, a LossScale or None, got a str.",
+        "`loss_scale` must be a number, a LossScale or None, got a str. Pass lockstep.DynamicLossScale(2.0**16).",
     ),
     "shards of text": ({"num_shards": "4"}, "`num_shards` must be an integer, got '4'. Pass int('4')."),
     "shards of truth": ({"num_shards": True}, "`num_shards` must be an integer, got True."),

@@ -157,6 +157,7 @@ def trained(name: str, *, updates: int = NUM_UPDATES, **options: Any) -> str:
     return ls.digest(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:`model` holds weights in torch.bfloat16")
 @pytest.mark.parametrize("name", MODELS)
 @several_devices
 def test_the_placement_law_holds_for_every_kind_of_model(name: str, several: list[int]) -> None:
@@ -165,6 +166,7 @@ def test_the_placement_law_holds_for_every_kind_of_model(name: str, several: lis
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.filterwarnings("ignore:`model` holds weights in torch.bfloat16")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_shard_is_a_plain_loop_for_every_kind_of_model(name: str) -> None:
     model, x = made(name)

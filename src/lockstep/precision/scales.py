@@ -115,7 +115,7 @@ class StaticLossScale(LossScale):
     moving: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        _check_positive("factor", self.factor)
+        check_number("factor", self.factor, above=0, finite=True)
 
     def after(self, *, finite: bool) -> StaticLossScale:  # noqa: ARG002 - a static scale does not depend on it
         """Return this scale."""
@@ -320,19 +320,15 @@ def parse_loss_scale(loss_scale: LossScale | float | None) -> LossScale:
         return loss_scale
     # A bool is an int in Python, and almost certainly a mistake here.
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
-        raise TypeError(f"`loss_scale` must be a number, a LossScale or None, got a {type(loss_scale).__name__}.")
-    _check_positive("loss_scale", loss_scale)
+        rule = f"must be a number, a LossScale or None, got a {type(loss_scale).__name__}"
+        raise TypeError(f"`loss_scale` {rule}. Pass lockstep.DynamicLossScale(2.0**16).")
+    check_number("loss_scale", loss_scale, above=0, finite=True)
     return StaticLossScale(float(loss_scale))
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"`{name}` must be positive and finite, got {value}.")
 
 
 def _check_bounds(factor: float, minimum: float, maximum: float) -> None:
     for name, value in (("factor", factor), ("minimum", minimum), ("maximum", maximum)):
-        _check_positive(name, value)
+        check_number(name, value, above=0, finite=True)
     if not minimum <= factor <= maximum:
         raise ValueError(f"`factor` must lie in `minimum`..`maximum` ({minimum}..{maximum}), got {factor}.")
 

@@ -423,7 +423,10 @@ def _remedy(returned: object) -> str:
             "Pass loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
             "over tokens."
         )
-    return (
+    entries = returned if isinstance(returned, tuple | list) else ()
+    at = next((at for at, each in enumerate(entries) if isinstance(each, torch.Tensor) and each.numel() == 1), None)
+    entry = "" if at is None else f"If entry [{at}] is the loss, pass lambda model, *batch: model(*batch)[{at}]. "
+    return entry + (
         "To report other numbers with the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
         "apply a criterion to outputs, pass loss_fn=lockstep.supervised(criterion)."
     )

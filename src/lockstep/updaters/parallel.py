@@ -276,6 +276,7 @@ class ParallelUpdater(Updater):
         self.compute_gradients(batch)
         return self.apply_gradients()
 
+    @names_ours({"*": "Pass all entries of a batch as one tuple or dict, as in compute_gradients((x, y))."})
     def compute_gradients(
         self,
         batch: Any,

@@ -118,7 +118,11 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
         try:
             size = nest.rows(batch) if batch_dim == 0 else count_samples(*_dims(batch, batch_dim))
         except ValueError as error:
-            raise ValueError(f"{error} Got a batch of type {type(batch).__name__}. {CUTTING}") from None
+            kind = type(batch).__name__
+            # One entry of a dataset has a label without dimensions.
+            if not all(each.dim() for each in nest.tensors(batch)):
+                kind += ". If it is a single sample, lockstep.collate([sample]) makes a batch of it"
+            raise ValueError(f"{error} Got a batch of type {kind}. {CUTTING}") from None
     if size == 0:
         raise ValueError("`batch` must hold at least one sample, got none.")
     return size

@@ -75,7 +75,8 @@ def _remedy(argument: str, given: object) -> str:
         return " Pass the optimizer here, and the scheduler as `scheduler`."
     if argument in ("optimizer", "model") and isinstance(given, nn.Module | Optimizer | Iterator):
         return " The order is (iterator, optimizer, model)."
-    return " Create one from model.parameters()." if argument == "optimizer" else ""
+    made_of = {"optimizer": "model.parameters()", "scheduler": "the optimizer"}
+    return f" Create one from {made_of[argument]}." if argument in made_of else ""
 
 
 def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]) -> dict[str, Iterator]:
@@ -111,7 +112,7 @@ def named_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[st
     """
     if given is None:
         return {}
-    if isinstance(given, Sequence):
+    if isinstance(given, Sequence) and not isinstance(given, str):
         given = {str(index): scheduler for index, scheduler in enumerate(given)}
         if not given:
             return {}
