@@ -50,9 +50,10 @@ from lockstep.replicas.passes.leaks import (
     foreign_leaves as foreign_leaves,
     refusing_writes as refusing_writes,
 )
-from lockstep.replicas.passes.means import REDUCED_BY_MEAN as REDUCED_BY_MEAN, NoMeans as NoMeans
-from lockstep.replicas.passes.parts import (
+from lockstep.replicas.passes.means import (
+    REDUCED_BY_MEAN as REDUCED_BY_MEAN,
     Computed as Computed,
+    NoMeans as NoMeans,
     find_no_means as find_no_means,
     gradient_share as gradient_share,
     samples_of as samples_of,

@@ -35,9 +35,9 @@ from lockstep.updaters.state.recipe_fields import (
     scheduler_fields as scheduler_fields,
 )
 from lockstep.updaters.state.training import UnsavedState as UnsavedState
-from lockstep.updaters.step.attributes import changed_attributes as changed_attributes
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.originals import (
+    changed_attributes as changed_attributes,
     check_attributes_read as check_attributes_read,
     noting_reads as noting_reads,
 )

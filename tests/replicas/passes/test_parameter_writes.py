@@ -124,6 +124,7 @@ def test_a_large_model_is_refused_without_a_copy_of_it(
         updater.finalize()
 
 
+@pytest.mark.filterwarnings("ignore:`model` holds weights in torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_parameters_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
     model = nn.Module()

@@ -20,8 +20,14 @@ from lockstep.errors import DeterminismWarning, is_memory_error, warn
 from lockstep.plan import Shard
 from lockstep.replicas.batch.inputs import Inputs
 from lockstep.replicas.batch.outputs import Outputs, ShardForward
-from lockstep.replicas.passes.means import NoMeans
-from lockstep.replicas.passes.parts import Computed, find_no_means, gradient_share, samples_of, without_batch_statistics
+from lockstep.replicas.passes.means import (
+    Computed,
+    NoMeans,
+    find_no_means,
+    gradient_share,
+    samples_of,
+    without_batch_statistics,
+)
 from lockstep.replicas.passes.shard_runner import Around, ShardRunner
 from lockstep.replicas.pool.probes import Draws, has_compiled, uncompiled
 from lockstep.streams import restored_generators

@@ -31,8 +31,12 @@ from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import Carried
-from lockstep.updaters.step.attributes import changed_attributes, warn_of_reads
-from lockstep.updaters.step.originals import check_attributes_read, check_buffers_read
+from lockstep.updaters.step.originals import (
+    changed_attributes,
+    check_attributes_read,
+    check_buffers_read,
+    warn_of_reads,
+)
 from lockstep.updaters.step.stepping import check_dense
 
 

@@ -46,7 +46,7 @@ from lockstep.updaters.setup.batches import Conversion, copied, may_draw
 from lockstep.updaters.setup.recipe import Recipe
 from lockstep.updaters.state.carried import CarriedAttempt
 from lockstep.updaters.state.training import TrainingState
-from lockstep.updaters.step.attributes import changed_attributes
+from lockstep.updaters.step.originals import changed_attributes
 
 LIBRARIES: Final = frozenset({"torch", "lockstep", "builtins"})
 """Packages whose caches hold nothing of a shard."""
