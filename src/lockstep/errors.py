@@ -93,7 +93,10 @@ class OrderError(LockstepError, RuntimeError):
 
 
 class EndOfDataError(LockstepError, RuntimeError):
-    """The iterator ended before the run; the state is that after the last update."""
+    """The iterator ended before the run; the state is that after the last update.
+
+    That of `update` is also a `StopIteration`, so that a loop may end by it.
+    """
 
 
 class PortableKernelsError(LockstepError, RuntimeError):
