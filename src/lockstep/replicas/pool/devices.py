@@ -122,7 +122,7 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
     index: int = device.index or 0
     if device.type != kind or index >= count:
         has = f"{kind} devices 0..{count - 1}" if device.type == kind else f"no {device.type} device"
-        raise ValueError(f"{rule} devices of this machine, which has {has}; got {name!r}.")
+        raise ValueError(f"{rule} devices of this machine, which has {has}; got {name!r}. Or 'auto'.")
     return torch.device(device.type, index)
 
 

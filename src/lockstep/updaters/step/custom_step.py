@@ -373,7 +373,8 @@ class CustomStep:
         """Return the gradient for some optimizers and forget it; raise an OrderError if there is none to step by."""
         if names not in self._pending:
             raise OrderError(
-                "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
+                "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer, got "
+                f"{' and '.join(names)}; gradients are there for {[*map(' and '.join, self._pending)]}."
             )
         attempt = self._pending[names]
         if attempt.replaced is not None:
