@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_mean_is_warned_of_once(devices: int, reduce: Any, wha
     group = ls.ReplicaGroup(Reduced(reduce), ["cpu"] * devices)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(4):
+        for _ in range(6):
             returned = group.forward(batch() * torch.arange(1.0, 8)[:, None])
             group.backward(None if returned.dim() == 0 else torch.ones(7))
     group.close()
@@ -142,7 +142,7 @@ def test_a_loss_inside_of_a_data_parallel_that_is_no_mean_is_warned_of(num_shard
     x = batch().requires_grad_()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(3):
+        for _ in range(6):
             (parallel(x).sum() + x.sum()).backward()
     assert len(said) == (num_shards > 1 and bool(what))
     assert all(what in str(each.message) for each in said)

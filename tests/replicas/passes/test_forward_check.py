@@ -50,7 +50,7 @@ class Hidden(nn.Module):
         return found
 
 
-def said_by(run: Callable[[torch.Tensor], object], times: int = 4) -> list[str]:
+def said_by(run: Callable[[torch.Tensor], object], times: int = 6) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for index in range(times):
@@ -92,7 +92,7 @@ def test_the_check_changes_no_bit_and_no_generator() -> None:
             passes._unchecked = 0
             model.load_state_dict(start)
         torch.manual_seed(3)
-        for _ in range(3):
+        for _ in range(6):
             parallel(torch.randn(12, 4)).square().mean().backward()
         return ls.digest(model, [each.grad for each in model.parameters()], torch.get_rng_state())
 
@@ -101,7 +101,7 @@ def test_the_check_changes_no_bit_and_no_generator() -> None:
     assert trained(checked=True) == trained(checked=False)
 
 
-def test_the_model_is_called_again_in_the_second_training_forward_only() -> None:
+def test_the_model_is_called_again_in_the_fourth_training_forward_only() -> None:
     calls: list[int] = []
 
     class Counting(nn.Linear):
@@ -111,12 +111,12 @@ def test_the_model_is_called_again_in_the_second_training_forward_only() -> None
 
     parallel = ls.DataParallel(Counting(4, 3), ["cpu"], num_shards=2)
     counts = []
-    for _ in range(4):
+    for _ in range(6):
         calls.clear()
         parallel(torch.ones(8, 4))
         counts.append(len(calls))
-    assert [counts[0], *counts[2:]] == [2, 2, 2]
-    assert counts[1] > 2
+    assert [*counts[:3], *counts[4:]] == [2] * 5
+    assert counts[3] > 2
 
 
 def test_a_second_computation_that_raises_is_told() -> None:
@@ -125,7 +125,7 @@ def test_a_second_computation_that_raises_is_told() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             type(self).seen += 1
-            if type(self).seen == 5:
+            if type(self).seen == 9:
                 raise ArithmeticError("on purpose")
             return super().forward(x)
 

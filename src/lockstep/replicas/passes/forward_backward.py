@@ -52,8 +52,9 @@ from lockstep.tree import PartialSum, ShardSum, Tensors
 
 SHARD_OF: Final = attrgetter("shard")
 
-CHECKED: Final = 2
-"""The number of first training forwards that are checked."""
+CHECKED: Final = 4
+"""The number of first training forwards that are checked. In the last of them the model is called more often, which
+programs of a few forwards, such as those that count calls, do not see."""
 
 
 @dataclass(slots=True)
@@ -217,10 +218,11 @@ class ForwardBackward:
                 if self._unchecked == CHECKED and len(in_order) > 1:
                     warn_of_lists(inputs)
                 self._unchecked = 0 if names else self._unchecked - 1
-                # In the second one, because what a replica stores decides later; where there may be a loss, in the
-                # first one, too. What writes to its inputs returns something else for them the next time.
-                is_due = not (self._unchecked or names) or None in forward.outputs.dims
-                if is_due and len(in_order) > 1 and given == _seals(inputs):
+                # In the last one, because what a replica stores decides later; where there may be a loss, in the first
+                # one, too. What writes to its inputs returns something else for them the next time.
+                is_loss = any(each.dim() == 0 and each.requires_grad for each in in_order[0].tensors)
+                is_due = self._unchecked == 0 or (self._unchecked == CHECKED - 1 and is_loss)
+                if is_due and not names and len(in_order) > 1 and given == _seals(inputs):
                     forward.dependent = self._check(forward, interrupts)
                     # Warned of once.
                     self._unchecked = 0 if forward.dependent else self._unchecked
