@@ -197,6 +197,7 @@ def test_the_target_of_a_dict_is_that_of_the_loss_function() -> None:
     assert found["a"] == float((model(x).argmax(1) == y).double().mean())
 
 
+@pytest.mark.filterwarnings("ignore:The model or a function draws:lockstep.errors.RandomStreamWarning")
 def test_the_model_is_as_it_was_also_where_the_loss_runs_the_original(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
     model[2].eval()  # frozen on purpose

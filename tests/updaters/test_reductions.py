@@ -364,7 +364,10 @@ def test_a_model_without_a_loss_in_its_dict_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda net: (net(X).sum(), {}), r"must return a tensor or a lockstep.Loss, got a tuple\. To report other"),
+        (
+            lambda net: (net(X).sum(), {}),
+            r"must return a tensor or a lockstep.Loss, got a tuple\. If entry \[0\] is the loss, .* To report other",
+        ),
         (lambda _: {"accuracy": 1.0}, r"got a dict\. To report other numbers .* lockstep.Loss\(value, metrics="),
         (lambda net: {"loss": net(X).sum()}, r"got a dict\. Return its entry 'loss'"),
     ],

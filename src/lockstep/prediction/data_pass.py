@@ -203,7 +203,7 @@ class DataPass:
                 window, function, self.observers, first=first, converter=self._converter, arguments=arguments
             )
             if before and (names := moved(before, generator_states([], self._replicas))):
-                warn(DRAWS.format("The model draws", " and ".join(names)), RandomStreamWarning)
+                warn(DRAWS.format("The model or a function draws", " and ".join(names)), RandomStreamWarning)
             self.sizes += [batch_size(batch, runner.conversion.batch_dim) for batch in window]
             yield [(first + each.shard.batch, each) for each in results]
         if not self.sizes:

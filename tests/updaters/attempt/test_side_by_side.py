@@ -212,20 +212,22 @@ def test_a_switch_that_is_left_changed_is_named() -> None:
             self.body = nn.Linear(5, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            before = torch.backends.cudnn.benchmark
-            torch.backends.cudnn.benchmark = not before
+            before = torch.backends.cuda.math_sdp_enabled()
+            torch.backends.cuda.enable_math_sdp(not before)
             x = self.body(x)
-            torch.backends.cudnn.benchmark = before
+            torch.backends.cuda.enable_math_sdp(before)
             return x
 
-    benchmark = torch.backends.cudnn.benchmark
+    enabled = torch.backends.cuda.math_sdp_enabled()
     updater = updater_of(Half(), ls.supervised(functional.cross_entropy))
     try:
-        with pytest.raises(ls.OrderError, match=r"torch.backends.cudnn.benchmark has another value than before"):
+        with pytest.raises(
+            ls.OrderError, match=r"torch.backends.cuda.math_sdp_enabled\(\) has another value than before"
+        ):
             updater.update()
     finally:
         updater.finalize()
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cuda.enable_math_sdp(enabled)
 
 
 def work(make: Callable[[], Any]) -> tuple[str, int]:

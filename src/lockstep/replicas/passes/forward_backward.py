@@ -196,8 +196,10 @@ class ForwardBackward:
             run = partial(self._forward, forward, interrupts)
             collector = collecting.current()
             # An updater whose loss function runs this checks for itself.
-            checks = bool(self._unchecked and forward.has_graph and forward.trained_tensors) and collector is None
-            checks = checks and self._trains(forward)
+            counts = bool(self._unchecked and forward.has_graph and forward.trained_tensors) and collector is None
+            counts = counts and self._trains(forward)
+            is_first, is_last = self._unchecked == CHECKED, self._unchecked == 1
+            checks = counts and (is_first or is_last)
             given, before = (_seals(inputs), python_states()) if checks else ([], {})
             with refusing_writes(self.replicas) if checks else nullcontext():
                 sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
@@ -214,18 +216,17 @@ class ForwardBackward:
                 check_no_leaked_graphs(in_order[0].tensors, replica, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
-            if checks:
-                if self._unchecked == CHECKED and len(in_order) > 1:
+            self._unchecked -= counts
+            if checks and not names and len(in_order) > 1 and given == _seals(inputs):
+                # What writes to its inputs returns something else for them the next time. In the last forward, because
+                # what a replica stores decides later; where there may be a loss, in the first one, too.
+                if is_first:
                     warn_of_lists(inputs)
-                self._unchecked = 0 if names else self._unchecked - 1
-                # In the last one, because what a replica stores decides later; where there may be a loss, in the first
-                # one, too. What writes to its inputs returns something else for them the next time.
-                is_loss = any(each.dim() == 0 and each.requires_grad for each in in_order[0].tensors)
-                is_due = self._unchecked == 0 or (self._unchecked == CHECKED - 1 and is_loss)
-                if is_due and not names and len(in_order) > 1 and given == _seals(inputs):
+                if is_last or any(each.dim() == 0 and each.requires_grad for each in in_order[0].tensors):
                     forward.dependent = self._check(forward, interrupts)
-                    # Warned of once.
-                    self._unchecked = 0 if forward.dependent else self._unchecked
+            if names or forward.dependent:
+                # Warned of once.
+                self._unchecked = 0
             # Inside of a shard that is split further here, what its parts report counts as one report.
             if collector is not None:
                 collector.add([each.reports for each in in_order])

@@ -148,11 +148,12 @@ class CustomStep:
     def _warn_of_own_steps(self, savepoint: Savepoint, state: CustomStepState) -> None:
         """Warn of steps without `apply_gradients` where it would do more than step, and where it was forgotten."""
         training, names = self._training, sorted({name for pending in self._pending for name in pending})
+        is_on = self._engine.auditor.is_on
         if self._has_warned or not self._engine.is_first or (state.results and not names):
             return
         optimizers = [training.optimizers[name] for name in names or training.optimizers]
         moved = savepoint.differs(each for optimizer in optimizers for each in parameters_of(optimizer))
-        if names and not moved and any(group.get("lr") for each in optimizers for group in each.param_groups):
+        if is_on and names and not moved and any(group.get("lr") for each in optimizers for group in each.param_groups):
             why = (
                 f"computed gradients for {names} without a step, so nothing of it was trained. Call "
                 "updater.apply_gradients(optimizer=...) after updater.compute_gradients(..., optimizer=...)."
@@ -163,7 +164,7 @@ class CustomStep:
                 "`scheduler` does not step. Call apply_gradients() instead of the optimizer's step, or leave both "
                 "arguments out, and clip and schedule in the step function."
             )
-        elif moved and not names:
+        elif is_on and moved and not names:
             why = (
                 "changed parameters without compute_gradients(), so one device has computed with the whole batch. Call "
                 "updater.compute_gradients(batch, loss_fn=..., optimizer=...) instead of backward(), and "
