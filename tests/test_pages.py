@@ -84,6 +84,8 @@ def test_the_programs_of_a_page_run(
 
 ALL_PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 WORDS_OF_A_PAGE = 2_000
+WORDS_OF_THE_DESIGN = 1_500
+INNER_ITEM = re.compile(r"[.:*]+ (?:\*|[2-9]\.) \*|(?<=\S) \*\n")
 KINDS = r"py|toml|md|txt|json|sh|sbatch|yaml|svg|png"
 NOT_OURS = {"train.py"}
 """Files of the reader."""
@@ -170,6 +172,17 @@ def test_a_path_that_is_not_there_is_noticed() -> None:
 def test_pages_are_short() -> None:
     words = {str(page): len(page.read_text(encoding="utf-8").split()) for page in ALL_PAGES}
     assert {page: number for page, number in words.items() if number > WORDS_OF_A_PAGE} == {}
+    assert words[str(DOCS / "design.md")] <= WORDS_OF_THE_DESIGN
+
+
+def test_each_item_of_a_list_begins_a_line() -> None:
+    prose = {
+        page: re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL) for page in ALL_PAGES
+    }
+    assert [(str(page), each[0]) for page, text in prose.items() for each in INNER_ITEM.finditer(text)] == []
+    assert INNER_ITEM.search("1. One.\n2. Two.\n* Three, 2 * `n`") is None
+    planted = "* One. * **Two**. 2. **Three** *\n"
+    assert [each[0] for each in INNER_ITEM.finditer(planted)] == [". * *", "**. 2. *", " *\n"]
 
 
 def test_every_page_is_linked_from_another() -> None:
