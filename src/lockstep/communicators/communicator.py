@@ -1,6 +1,6 @@
 """The interface by which the processes of a run communicate.
 
-A rank is the index of a process, in 0..`size`-1.
+A rank is the index of a process, from 0 to `size` - 1.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Communicator(ABC):
     """
 
     rank: int
-    """The index of this process, in 0..`size`-1."""
+    """The index of this process, from 0 to `size` - 1."""
     size: int
     """The number of processes."""
     watch: Watch
@@ -276,7 +276,7 @@ class Communicator(ABC):
 
         Args:
             tensors: The tensors, of the same shapes and dtypes on every rank. Changed in place except on `source`.
-            source: The rank that the tensors are copied from, in 0..`size`-1.
+            source: The rank that the tensors are copied from, from 0 to `size` - 1.
         """
 
     @abstractmethod

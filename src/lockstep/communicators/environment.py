@@ -34,7 +34,7 @@ class RunEnvironment:
     """What a launcher tells a process about its run.
 
     Attributes:
-        rank: The index of this process, in 0..`size`-1.
+        rank: The index of this process, from 0 to `size` - 1.
         size: The number of processes.
         local_rank: The index of this process among the processes of its machine.
         local_size: The number of processes on its machine.
