@@ -137,13 +137,12 @@ def warn_of_unsaved_schedulers(trainer: Trainer) -> None:
     Args:
         trainer: The trainer, whose updater and extensions are searched for schedulers.
     """
-    fields = trainer.updater.recipe_fields()
     held = [value for each in trainer.extensions.values() for value in vars(each).values()]
-    known = [each.optimizer for each in held if isinstance(each, LRScheduler)]
+    held += trainer.updater.get_all_schedulers().values()
+    known = [id(each.optimizer) for each in held if isinstance(each, LRScheduler)]
     for name, optimizer in trainer.updater.get_all_optimizers().items():
-        is_known = f"{name}.scheduler".removeprefix("main.") in fields or any(each is optimizer for each in known)
         # PyTorch's mark of an optimizer that a scheduler was created for.
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not is_known:
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
             warn(
                 f"The snapshots lack the position of a learning rate scheduler of optimizer {name!r}, so that the "
                 "schedule of a resumed run begins anew: neither the updater nor an extension has the scheduler. Pass "

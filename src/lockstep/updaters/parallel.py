@@ -389,7 +389,7 @@ class ParallelUpdater(Updater):
         return dict(self._training.models)
 
     def get_all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-        """Return the schedulers that step with applied updates, by the names of their optimizers, in a new dict."""
+        """Return the schedulers that step with applied updates in a new dict, by name or by position in a list."""
         return dict(self._training.schedulers)
 
     @property

@@ -84,6 +84,8 @@ class UpdateResult:
         reports: What each shard of the last attempt measured, in order. Where the update computed several gradients,
             the reports of all of them.
         summed: Whether losses are sums over the samples of a shard instead of means.
+        of_batch: Whether such sums add up to one loss over all samples, which in means over several updates counts as
+            often as it has samples.
         parts: If the update computed gradients for single ones of several optimizers, the result of each by the
             optimizer's name. Several gradients for the same optimizer are merged.
         skipped: Whether the gradient was not finite, so that nothing was stepped by it; a 0-d tensor, above 0 if so,
@@ -100,6 +102,7 @@ class UpdateResult:
         nonfinite: str | Callable[[], str | None] | None,
         reports: Sequence[ShardReport],
         summed: bool = False,
+        of_batch: bool = False,
         parts: Mapping[str, UpdateResult] | None = None,
         skipped: bool | torch.Tensor = False,
         grad_norm: torch.Tensor | None = None,
@@ -114,7 +117,7 @@ class UpdateResult:
         self._loss_scale = loss_scale
         self._nonfinite = nonfinite
         self.reports = reports
-        self.summed = summed
+        self.summed, self.of_batch = summed, of_batch
         self.parts: Mapping[str, UpdateResult] = {} if parts is None else parts
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +182,8 @@ class UpdateResult:
 
     def loss_and_metrics(self) -> dict[str, Mean]:
         """Return the loss and the metrics by name, as means that can still be merged."""
-        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+        often = self.weight if self.of_batch else 1.0
+        return {"loss": Mean(self._loss_sum() * often, self._loss_weight() * often), **self.metrics}
 
     def observation(self) -> dict[str, Mean]:
         """Return what a trainer observes: the loss, the metrics, and whether the update was skipped.

@@ -117,7 +117,7 @@ class Updater(KnowsOthers, ABC):
         """Return all models by name, in a new dict; of each the one that holds the weights."""
 
     def get_all_schedulers(self) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-        """Return the learning-rate schedulers that it steps, by the names of their optimizers; by default none."""
+        """Return the learning-rate schedulers that it steps, by the names in its state; by default none."""
         return {}
 
     def connect_trainer(self, trainer: Any) -> None:

@@ -346,6 +346,7 @@ class Attempt:
             nonfinite=lambda: check.nonfinite or previous,
             reports=self.reports,
             summed=self.summed,
+            of_batch=self.request.shard_loss is not None,
             skipped=check.nonfinite is not None if check.found_inf is None else check.found_inf,
             grad_norm=self.grad_norm,
         )

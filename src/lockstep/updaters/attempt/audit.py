@@ -38,8 +38,10 @@ Compute: TypeAlias = "Callable[[int], Seals | None]"
 Exchange: TypeAlias = Callable[[Any], list[Any]]
 """Sends a message to every rank, and returns the messages of all."""
 
-EXTENDED: Final = 3
-"""The number of first updates that are audited where a loss function refers to tensors outside of the model."""
+ATTRIBUTES: Final = "attributes of replicas that forward has changed "
+"""What may decide from the second update on, and is found by a new copy of the model."""
+TENSORS: Final = "tensors outside of the model that the loss function refers to "
+"""What may decide from the second update on, such as a teacher that begins with the weights of the model."""
 
 NEW_COPY: Final = "a new copy of the model, as a run that is resumed here has it"
 """What computes a shard once more in later audits, for messages."""
@@ -111,7 +113,7 @@ class Audit:
         left: The checksums of these buffers after each shard, by name.
         renews: Whether the second computation is that of a new copy of the model.
         left_over: The names of the attributes in which the former copy differs from the new one.
-        changes: Whether forward has changed attributes of a replica in the first update.
+        holds: What may decide from the next update on: `ATTRIBUTES`, `TENSORS`, both or nothing.
     """
 
     shard: Shard
@@ -135,7 +137,7 @@ class Audit:
     left: dict[str, set[int]] = field(default_factory=dict)
     renews: bool = False
     left_over: Sequence[str] = ()
-    changes: bool = False
+    holds: str = ""
 
     @property
     def first(self) -> Seals | None:
@@ -180,9 +182,9 @@ class Audit:
             note_left(self.left, refs, left, rules)
 
     def to_plain(self) -> list[str | None]:
-        """Return both results of this rank, and whether forward changes attributes, to be sent to the other ranks."""
+        """Return both results of this rank, and what may decide from the next update on, to be sent to other ranks."""
         seals = [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
-        return [*seals, "changes attributes" if self.changes else None]
+        return [*seals, self.holds]
 
     def finding(
         self, compute: Compute, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None
@@ -342,7 +344,6 @@ class Auditor:
         """Whether devices are of several types, which round differently, so that each place audits itself."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
-        self._end = 0
 
     @property
     def is_on(self) -> bool:
@@ -350,13 +351,12 @@ class Auditor:
         return self._every != 0
 
     def restart(self, update: int) -> None:
-        """Audit the next update.
+        """Audit the next update, if any is audited.
 
         Args:
             update: The number of updates that are done.
         """
         self.next = update if self.is_on else math.inf
-        self._end = update + 1
 
     def audit_again(self, update: int) -> None:
         """Audit the next update as well, unless you have said how often.
@@ -367,14 +367,6 @@ class Auditor:
         if self._every is None:
             self.restart(update)
 
-    def extend(self, update: int) -> None:
-        """Audit the next updates as well, because what a loss function holds may move after the first one only.
-
-        Args:
-            update: The number of updates that are done.
-        """
-        self._end = update + EXTENDED
-
     def is_due(self, update: int) -> bool:
         """Return whether an update is audited, which is not before `next`.
 
@@ -382,8 +374,7 @@ class Auditor:
             update: The number of updates that are done.
         """
         if update > self.next:
-            following = -(-update // self._every) * self._every if self._every else math.inf
-            self.next = update if update < self._end else following
+            self.next = -(-update // self._every) * self._every if self._every else math.inf
         return update == self.next and not self.has_warned
 
     def is_followed(self, update: int) -> bool:
@@ -392,7 +383,7 @@ class Auditor:
         Args:
             update: The number of updates that are done before that other one.
         """
-        return update + 1 < self._end or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
+        return bool(self._every) and (update + 1) % (self._every or 1) == 0
 
     def choose(
         self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True

@@ -25,8 +25,9 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
 from lockstep.updaters.attempt.attempt import Attempt
+from lockstep.updaters.attempt.audit import ATTRIBUTES, TENSORS
 from lockstep.updaters.compute.prepared_model import PreparedModel
-from lockstep.updaters.detectors import called_functions, compares_objects, references
+from lockstep.updaters.detectors import called_functions, compares_objects, outside_tensors, references
 from lockstep.updaters.loss import BatchLoss
 from lockstep.updaters.setup.names import NetworkSet
 from lockstep.updaters.setup.recipe import Recipe
@@ -368,8 +369,12 @@ def check_first_shards(
         changed = changed_attributes(model, prepared.runners[0].replica)
         check_attributes_read(context.original_reads, changed)
         if attempt.audit is not None:
-            attempt.audit.changes = bool(changed)
+            attempt.audit.holds += ATTRIBUTES * bool(changed)
             warn_of_reads(loss_fn, model, changed)
+    if attempt.audit is not None:
+        # Here, because some are created by the first call, such as a copy of the model.
+        models = [model, *(runner.replica for runner in prepared.runners)]
+        attempt.audit.holds += TENSORS * bool(outside_tensors(loss_fn, models))
     if attempt.share.num_shards > 1:
         check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]

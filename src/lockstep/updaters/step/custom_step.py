@@ -443,6 +443,7 @@ def _merge_results(
         nonfinite=lambda: next((each.nonfinite for each in reversed(results) if each.nonfinite is not None), None),
         reports=[report for result in results for report in result.reports],
         summed=bool(results) and all(result.summed for result in results),
+        of_batch=bool(results) and all(result.of_batch for result in results),
         parts=parts,
         skipped=_any([result.skipped_flag for result in results]),
         grad_norm=next((result.grad_norm for result in reversed(results) if result.grad_norm is not None), None),

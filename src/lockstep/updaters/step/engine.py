@@ -28,13 +28,13 @@ from lockstep.replicas import (
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt.attempt import Attempt, GradientRequest, check_finite
-from lockstep.updaters.attempt.audit import Audit, Auditor, Exchange, names_of_seals
+from lockstep.updaters.attempt.audit import ATTRIBUTES, TENSORS, Audit, Auditor, Exchange, names_of_seals
 from lockstep.updaters.attempt.context import UpdateContext
 from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import NO_CONTEXT, DeviceGradientTask, GradientContext
 from lockstep.updaters.compute.shares import RankShare, share_of
-from lockstep.updaters.detectors import outside_tensors, states, tensors_of_own
+from lockstep.updaters.detectors import states, tensors_of_own
 from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks.rank_reduction import RankReduction
 from lockstep.updaters.setup.batches import Conversion, batch_size, changes, check_whole, may_draw, read_batches
@@ -259,10 +259,8 @@ class GradientEngine:
         audit.renews = self.auditor.only_warns and update == self._audited != self._start and not has_compiled()
         # Elsewhere it would need memory of its own for the parameters.
         audit.renews &= len({*self.replicas.devices}) == 1
-        models = [self.replicas.model, *self.replicas.replicas]
-        if update == self._start and outside_tensors(request.loss_fn, models):
-            self.auditor.extend(update)
         if self.is_first:
+            models = [self.replicas.model, *self.replicas.replicas]
             audit.steps_by = {f"`{name}`" for name in tensors_of_own(self.training.optimizers.values(), models)}
             audit.states = partial(states, request.loss_fn, models, self.training.optimizers.values())
             audit.began = audit.states()
@@ -507,16 +505,20 @@ class GradientEngine:
     ) -> bool:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more.
 
-        If a forward has changed attributes of a replica on any rank, the next update is audited as well.
+        If more may decide from now on, on any rank, the next update is audited as well.
         """
         if attempt.audit is None:
             return False
         compute = partial(self._again().elsewhere, attempt, attempt.audit, context)
         if (finding := attempt.audit.finding(compute, reports, exchange)) is None:
             self.auditor.warn_of_moves(attempt.audit.drawn, attempt.audit.changed)
-        if any(changes for *_, changes in reports or [attempt.audit.to_plain()]):
-            # What a forward has left in the replicas may decide from now on.
-            self._audited_again, attempt.may_send_early = self.training.iteration + 1, False
+        following = self.training.iteration + 1
+        holds = "".join(each[-1] or "" for each in reports or [attempt.audit.to_plain()])
+        if holds and following < self._checked_until:
+            attempt.may_send_early = False
+            if TENSORS in holds:
+                self.auditor.restart(following)
+            self._audited_again = following if ATTRIBUTES in holds else self._audited_again
         at = self.training.iteration, attempt.request.computation
         return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 

@@ -28,6 +28,7 @@ OWN = ("torch", "lockstep")
 """The packages whose own reads are not those of a program."""
 VALUES: Final = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS: Final = (dict, list, tuple, set, deque)
+REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 MOST_LEVELS: Final = 3
 """The number of containers inside of each other whose contents are compared."""
 READ: Final = (
@@ -229,19 +230,24 @@ class Changed(NamedTuple):
 
 
 def changed_attributes(model: nn.Module, replica: nn.Module) -> list[Changed]:
-    """List the plain attributes that a forward has set or changed, also in place.
+    """List the plain attributes that a forward has set or changed, also in place, and what it has registered.
 
     Args:
         model: The model as it was.
         replica: A copy of it that has computed shards.
     """
-    found = []
-    for (path, module), copied in zip(model.named_modules(), replica.modules(), strict=False):
-        before = attributes(module)
-        for name, value in attributes(copied).items():
+    found, modules = [], dict(model.named_modules(remove_duplicate=False))
+    for path, copied in replica.named_modules():
+        # Of a module that a forward has registered, the module that has it is named.
+        if (module := modules.get(path)) is None:
+            continue
+        before, after = attributes(module), attributes(copied)
+        for name, value in after.items():
             is_plain = name not in OF_MODULES or name == "training"
             if is_plain and value is not before.get(name) and _summary(before.get(name)) != _summary(value):
                 found.append(Changed(path, module, name))
+        for registry in REGISTRIES:
+            found += [Changed(path, module, name) for name in after.get(registry, ()) if name not in before[registry]]
     return found
 
 
