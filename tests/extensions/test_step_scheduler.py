@@ -178,7 +178,7 @@ def test_the_state_of_another_scheduler_is_refused(other: Any, message: str) -> 
 
 
 @pytest.mark.parametrize("name", ["main", "other"])
-@pytest.mark.parametrize("owner", ["a function", "an extension", "the updater"])
+@pytest.mark.parametrize("owner", ["a function", "an extension", "the updater", "the updater, in a list"])
 def test_a_scheduler_that_no_snapshot_holds_is_named(owner: str, name: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -190,7 +190,7 @@ def test_a_scheduler_that_no_snapshot_holds_is_named(owner: str, name: str, tmp_
         devices=["cpu"],
         num_shards=2,
         loss_fn=ls.supervised(torch.nn.functional.mse_loss),
-        scheduler={name: scheduler} if owner == "the updater" else None,
+        scheduler={"the updater": {name: scheduler}, "the updater, in a list": [scheduler]}.get(owner),
     )
     trainer = ls.Trainer(updater, (2, "update"), tmp_path)
     if owner == "an extension":

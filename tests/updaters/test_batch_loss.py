@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,30 @@ def test_metrics_are_those_of_the_batch_and_reports_those_of_shards() -> None:
         assert result.metrics["norm"].weight == 9  # once, although forward runs twice
 
 
+def test_what_the_criterion_reports_counts_as_often_as_there_are_samples() -> None:
+    def reporting(gathered: dict[str, Any]) -> ls.Loss:
+        ls.report({"norm": gathered["outputs"].norm(), "loss": 0.0})
+        return contrast(gathered)
+
+    with finalized(updater_for(MLP, num_shards=3, loss_fn=ls.BatchLoss(encode, reporting))) as updater:
+        means = updater.update().observation()
+    assert (means["loss"].weight, means["norm"].weight, means["pairs"].weight) == (9, 9, 81)
+
+
+def test_the_loss_of_a_short_batch_counts_less(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    batches = [(torch.randn(size, 4), torch.zeros(size, dtype=torch.int64)) for size in (8, 8, 2)]
+    updater = ls.ParallelUpdater(
+        batches, torch.optim.SGD(model.parameters(), lr=0.1), model, devices=["cpu"], num_shards=2, loss_fn=LOSS
+    )
+    losses: list[float] = []
+    trainer = ls.Trainer(updater, until=(1, "epoch"), out=tmp_path)
+    trainer.extend(lambda each: losses.append(float(each.observation["main/loss"])), name="note", trigger=(1, "update"))
+    trainer.extend(log := ls.extensions.LogReport())
+    trainer.run()
+    assert log.log[0]["main/loss"] == pytest.approx((8 * losses[0] + 8 * losses[1] + 2 * losses[2]) / 18)
+
+
 def test_it_works_in_step_functions_with_several_networks() -> None:
     def step(updater: ls.ParallelUpdater, batch: Any) -> None:
         updater.compute_gradients(
@@ -197,6 +222,13 @@ def test_a_resumed_run_has_the_same_bits() -> None:
             ValueError,
             "the same structure for all shards",
         ),
+        (lambda model, x, _: (model(x), len(x)), torch.sum, ls.ReplicaError, r"`output\[1\]` .* be a number.* got 3"),
+        (
+            lambda model, x, _: (model(x), [f"{float(each.sum())}" for each in x]),
+            lambda e: e[0].sum(),
+            ValueError,
+            "the same structure for all shards, and a tensor for what differs between samples",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_and_changes_nothing(forward: Any, criterion: Any, error: type, message: str) -> None:
@@ -206,6 +238,35 @@ def test_what_is_wrong_is_refused_and_changes_nothing(forward: Any, criterion: A
         with pytest.raises(error, match=message):
             updater.update()
         assert (updater.iteration, state_digest(updater)) == (0, before)
+
+
+class Leaving:
+    """A loss whose forward leaves what its criterion reads in an attribute or a list."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.scale, self.kept = where, None, []
+
+    def forward(self, model: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.where == "scale":
+            self.scale = 1 + target.double().mean()
+        else:
+            self.kept.append(target)
+        return model(x)
+
+    def criterion(self, outputs: torch.Tensor) -> torch.Tensor:
+        scale = self.scale if self.where == "scale" else torch.cat(self.kept).double().mean()
+        self.kept.clear()
+        return outputs.square().mean() * scale
+
+
+@pytest.mark.parametrize(("where", "name"), [("scale", "scale"), ("kept", r"kept\[0\]")])
+def test_what_forward_leaves_for_the_criterion_is_named(where: str, name: str) -> None:
+    loss = Leaving(where)
+    with (
+        finalized(updater_for(MLP, num_shards=3, loss_fn=ls.BatchLoss(loss.forward, loss.criterion))) as updater,
+        pytest.warns(ls.DeterminismWarning, match=f"changes what its criterion refers to: `Leaving.{name}`"),
+    ):
+        updater.update()
 
 
 def test_a_shard_has_no_such_loss() -> None:

@@ -98,6 +98,15 @@ def functions_in(value: Any) -> list[FunctionType]:
     return [each for each in found if type(each) is FunctionType]
 
 
+def code_of(function: Any) -> object:
+    """Return the code of a function or a method, which a function that is defined anew shares; else the object itself.
+
+    Args:
+        function: The function or callable object.
+    """
+    return getattr(getattr(function, "__func__", function), "__code__", function)
+
+
 def with_inner(code: CodeType) -> Iterator[CodeType]:
     """Yield code and that of the functions and classes inside of it."""
     yield code
@@ -205,9 +214,36 @@ def states(loss_fn: Any, models: Iterable[nn.Module], optimizers: Iterable[Optim
         models: The model and its replicas.
         optimizers: Optimizers, which may hold what their hooks collect.
     """
-    return generator_states([loss_fn], models) | {
+    return generator_states([loss_fn], models) | _states_of(
+        outside_tensors(loss_fn, models) | tensors_of_own(optimizers, models)
+    )
+
+
+def read_states(functions: Iterable[Any], models: Iterable[nn.Module], *, every: bool = False) -> dict[str, object]:
+    """Return the states by name of the tensors beside the model that functions refer to.
+
+    Args:
+        functions: The functions.
+        models: The model and its replicas.
+        every: Whether integers and single elements count as well.
+    """
+    found = (_states_of(outside_tensors(each, models, every=every)) for each in functions)
+    return {name: state for states in found for name, state in states.items()}
+
+
+def left_for(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """List the names of states that have changed or are new.
+
+    >>> left_for({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
+    ['b', 'c']
+    """
+    return [name for name, state in after.items() if name not in before or before[name] != state]
+
+
+def _states_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    return {
         f"`{name}`": checksum(each)
-        for name, each in (outside_tensors(loss_fn, models) | tensors_of_own(optimizers, models)).items()
+        for name, each in tensors.items()
         # A tensor whose memory was freed has no values.
         if not each.is_meta and (each.layout is not torch.strided or each.untyped_storage().nbytes())
     }
@@ -224,7 +260,7 @@ def tensors_of_own(optimizers: Iterable[Optimizer], models: Iterable[nn.Module])
     return {name: tensor for each in own for name, tensor in outside_tensors(each, models).items()}
 
 
-def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+def outside_tensors(loss_fn: Any, models: Iterable[nn.Module], *, every: bool = False) -> dict[str, torch.Tensor]:
     """Return the floating-point tensors that a loss function refers to, by name, such as ``"criterion.center"``.
 
     No code of yours is run to find them.
@@ -232,6 +268,7 @@ def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torc
     Args:
         loss_fn: The loss function.
         models: The model and its replicas, of which nothing is looked at.
+        every: Whether to return integers and single elements as well.
     """
     seen = {id(each) for model in models for each in (*model.modules(), *model.parameters(), *model.buffers())}
     found, most = dict[str, torch.Tensor](), len(seen) + MOST_OBJECTS
@@ -244,7 +281,7 @@ def outside_tensors(loss_fn: Any, models: Iterable[nn.Module]) -> dict[str, torc
             continue
         if kind in PLAIN:
             # Counters and single elements are left out.
-            if value.is_floating_point() and not value.is_nested and value.numel() > 1:
+            if not value.is_nested and (every or (value.is_floating_point() and value.numel() > 1)):
                 seen.add(id(value))
                 found.setdefault(path, value)
         elif kind in LOSSES:

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep import nest
 from lockstep.communicators import Communicator, refusing_collectives
 from lockstep.digest import checksum
+from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas import check_leaves, foreign_leaves
@@ -92,7 +93,8 @@ class GatheredBatch:
         leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sends = refusing_collectives("The criterion of a BatchLoss", _WHY) if communicator.size > 1 else nullcontext()
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False), sends:
+        reports = collecting(Observers({"": self._model}), sum(len(samples) for samples, *_ in in_order))
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False), sends, reports:
             # Not the leaves, which a criterion could not change in place.
             rest = iter([leaf.clone() for leaf in leaves])
             returned = self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1]))
@@ -108,7 +110,9 @@ class GatheredBatch:
         found = iter(torch.autograd.grad(loss.value, every, allow_unused=True) if loss.value.requires_grad else ())
         self._gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         self._own_gradients = dict(zip(trained, found, strict=False))
-        self._value = Loss(loss.value.detach(), metrics=loss.metrics)
+        # The name "loss" belongs to the loss of the update.
+        reports.pairs.pop("loss", None)
+        self._value = Loss(loss.value.detach(), metrics={**reports.pairs, **loss.metrics})
         del loss
         check_leaves(foreign, "criterion", self._loss.criterion)
 
@@ -165,9 +169,16 @@ def _check_outputs(outputs: Any, shard: Shard) -> None:
     """Check that outputs have the samples of their shard.
 
     Raises:
-        TypeError: If there is no tensor.
+        TypeError: If there is no tensor, or a number.
         ValueError: If a tensor has another length.
     """
+    for name, value in _plain_values(outputs, "output"):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` of the `forward` of a BatchLoss must not be a number, which is that of one shard, got "
+                f"{value}. Return a tensor with one entry per sample, and compute numbers of the whole batch, such as "
+                "its length, in the criterion."
+            )
     found = list(nest.named_tensors(outputs, "output"))
     if not found:
         raise TypeError(f"`forward` of a BatchLoss must return tensors, got a {type(outputs).__name__}.")
@@ -178,6 +189,14 @@ def _check_outputs(outputs: Any, shard: Shard) -> None:
                 f"along dimension 0, got shape {tuple(tensor.shape)}. Return `value.expand(len(x))` for one value, and "
                 "two outputs for two views."
             )
+
+
+def _plain_values(outputs: Any, name: str) -> list[tuple[str, Any]]:
+    """List what is no tensor in outputs, with names."""
+    parts = nest.named_parts(outputs, name)
+    if parts is None:
+        return [] if isinstance(outputs, torch.Tensor) else [(name, outputs)]
+    return [found for path, part in parts for found in _plain_values(part, path)]
 
 
 def _merged(parts: Sequence[tuple[range, Any]], device: torch.device) -> list[torch.Tensor]:
@@ -191,14 +210,21 @@ def _merged(parts: Sequence[tuple[range, Any]], device: torch.device) -> list[to
         ValueError: If the outputs of shards differ in structure, shape or dtype.
     """
     num_samples = sum(len(samples) for samples, _ in parts)
-    kinds = [
-        [(name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")]
+    kinds: list[list[tuple[object, ...]]] = [
+        [
+            *((name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")),
+            *(
+                (name, value if isinstance(value, str | bool) else type(value))
+                for name, value in _plain_values(outputs, "output")
+            ),
+        ]
         for _, outputs in parts
     ]
     for kind in kinds:
         if kind != kinds[0]:
             raise ValueError(
-                f"`forward` of a BatchLoss must return the same structure for all shards, got {kinds[0]} and {kind}."
+                "`forward` of a BatchLoss must return the same structure for all shards, and a tensor for what differs "
+                f"between samples, got {kinds[0]} and {kind}."
             )
     merged = [
         torch.empty((num_samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)

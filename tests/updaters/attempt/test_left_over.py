@@ -71,6 +71,7 @@ class Harmless(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table is None:
             self.table = torch.arange(6.0)
+            self.register_buffer("steps", torch.arange(3.0))
         self.shape, self.last = x.shape, float(x.sum())
         return self.layer(x + self.table)
 
@@ -112,6 +113,28 @@ def test_the_longest_input_that_was_seen_is_found() -> None:
     (text,) = warned(Growing(), 9, sizes=(4, 12, 8))
     assert text.startswith("2: ")
     assert "longest" in text
+
+
+class Registering(nn.Module):
+    """Registers a layer, a parameter or a buffer in its first forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.inner[0]
+        if not hasattr(first, "new"):
+            made = {"layer": nn.Linear(6, 6), "parameter": nn.Parameter(torch.randn(6)), "buffer": nn.Buffer(x.mean(0))}
+            first.new = made[self.kind].requires_grad_(False)
+        return self.inner(first.new(x) if self.kind == "layer" else x - first.new)
+
+
+@pytest.mark.parametrize("kind", ["layer", "parameter", "buffer"])
+def test_what_forward_registers_is_found(kind: str) -> None:
+    (text,) = warned(Registering(kind), 3)
+    assert text.startswith("1: ")
+    assert "in earlier updates: inner.0.new." in text
 
 
 def test_what_a_module_finds_by_its_id_is_found() -> None:

@@ -161,6 +161,22 @@ def averaging() -> Any:
     return loss_fn
 
 
+def created() -> Any:
+    """A teacher that begins as a copy of the model in the first call, and is moved in each."""
+    kept: dict[str, nn.Module] = {}
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept["teacher"] = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            wanted = kept["teacher"](x)
+            for mine, theirs in zip(kept["teacher"].parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return cross_entropy(model, x, target) + functional.mse_loss(model(x), wanted)
+
+    return loss_fn
+
+
 CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "rebound": (Centred, "Centred.center"),
     "in place": (InPlace, "InPlace.center"),
@@ -173,6 +189,7 @@ CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "deque": (recent, "kept['means']["),
     "teacher": (lambda: taught(normed()), "teacher.1.running_mean"),
     "moved teacher": (averaging, "teacher.0.weight"),
+    "created teacher": (created, "kept['teacher'].0.weight"),
 }
 
 
@@ -214,6 +231,39 @@ def test_a_global_value_is_found_through_functions() -> None:
     updater = updater_for(MLP, TWO, loss_fn=of_globals, **RUN)
     with finalized(updater), pytest.warns(ls.DeterminismWarning, match=r"part of the model: `STATE\['center'\]`\."):
         updater.update()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_a_loss_leaves_for_that_of_another_gradient_is_named(num_devices: int) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def first(nets: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept["mean"] = (output := nets["one"](x)).detach().mean(0)
+        return functional.cross_entropy(output, target)
+
+    def second(nets: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(nets["other"](x) + kept["mean"], target)
+
+    def step(updater: Any, batch: Any) -> None:
+        for name, loss_fn in {"one": first, "other": second}.items():
+            updater.compute_gradients(batch, loss_fn=loss_fn, optimizer=name)
+            updater.apply_gradients(name)
+
+    nets = {"one": MLP.model(), "other": MLP.model()}
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(), 16),
+        {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()},
+        nets,
+        devices=["cpu"] * num_devices,
+        num_shards=4,
+        step_fn=step,
+    )
+    with finalized(updater), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            updater.update()
+    (message,) = [str(each.message) for each in caught if each.category is ls.DeterminismWarning]
+    assert "part of the model: `kept['mean']`." in message
 
 
 class Outputs(Centred):

@@ -19,7 +19,7 @@ from lockstep.errors import DeterminismWarning, FaultError, RandomStreamWarning,
 from lockstep.plan import Shard
 from lockstep.replicas import CAUSES, BufferRef, BufferRules, note_left
 from lockstep.streams import DRAWS, moved
-from lockstep.updaters.detectors import GENERATORS
+from lockstep.updaters.detectors import GENERATORS, left_for
 
 LOG = logging.getLogger("lockstep")
 
@@ -103,10 +103,12 @@ class Audit:
         again: The checksums of the second one.
         states: Returns the states of what may move while shards are computed, by name; nothing where it is not asked.
         began: These states before the first shard of the attempt.
+        others: Returns the states of tensors that the loss functions of other gradients refer to, by name.
+        others_began: These states before the first shard of the attempt.
         before: These states before the second computation.
         drawn: The generators that moved in it.
         steps_by: The names of tensors that optimizers hold, beside what they keep by parameters.
-        changed: Those of them that changed in it.
+        changed: Those of them that changed in it, and those of `others` that changed in the first one.
         neighbours: Two shards of this process by the index of the device, which are computed beside each other.
         given: Copies of tensors that cannot be read again and that this process has, by the index of the shard.
         compares_buffers: Whether averaged buffers are compared between shards.
@@ -125,10 +127,12 @@ class Audit:
     names: Sequence[str] = ()
     states: Callable[[], dict[str, object]] = dict
     began: dict[str, object] = field(default_factory=dict)
+    others: Callable[[], dict[str, object]] = dict
+    others_began: dict[str, object] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     drawn: Sequence[str] = ()
     steps_by: Collection[str] = ()
-    changed: Sequence[str] = ()
+    changed: list[str] = field(default_factory=list)
     seals: dict[int, Seals] = field(default_factory=dict)
     again: Seals | None = None
     neighbours: Mapping[int, Shard] = field(default_factory=dict)
@@ -155,7 +159,7 @@ class Audit:
         Args:
             compute: Computes the shard.
         """
-        self.before = self.states()
+        self.before, self.changed = self.states(), left_for(self.others_began, self.others())
         if self.other[0] == self.rank:
             self.again = compute(self.other[1])
             # A seed that every shard sets again moves nothing here, but other threads disturb it.
@@ -163,7 +167,7 @@ class Audit:
             # What a generator of Python or NumPy of your own decides, the results show.
             found = moved(self.before, self.states())
             self.drawn = [each for each in GENERATORS[:-1] if each in [*seeded, *found]]
-            self.changed = [each for each in found if each in self.steps_by]
+            self.changed += [each for each in found if each in self.steps_by]
 
     @property
     def differs(self) -> bool:
@@ -344,6 +348,7 @@ class Auditor:
         """Whether devices are of several types, which round differently, so that each place audits itself."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
+        self._end = 0
 
     @property
     def is_on(self) -> bool:
@@ -357,6 +362,7 @@ class Auditor:
             update: The number of updates that are done.
         """
         self.next = update if self.is_on else math.inf
+        self._end = update + 1
 
     def audit_again(self, update: int) -> None:
         """Audit the next update as well, unless you have said how often.
@@ -367,6 +373,14 @@ class Auditor:
         if self._every is None:
             self.restart(update)
 
+    def extend(self, update: int) -> None:
+        """Audit the updates before another one as well, of which the first is audited.
+
+        Args:
+            update: The number of updates that are done when it begins.
+        """
+        self._end = update
+
     def is_due(self, update: int) -> bool:
         """Return whether an update is audited, which is not before `next`.
 
@@ -374,7 +388,8 @@ class Auditor:
             update: The number of updates that are done.
         """
         if update > self.next:
-            self.next = -(-update // self._every) * self._every if self._every else math.inf
+            following = -(-update // self._every) * self._every if self._every else math.inf
+            self.next = update if update < self._end else following
         return update == self.next and not self.has_warned
 
     def is_followed(self, update: int) -> bool:
@@ -383,7 +398,7 @@ class Auditor:
         Args:
             update: The number of updates that are done before that other one.
         """
-        return bool(self._every) and (update + 1) % (self._every or 1) == 0
+        return update + 1 < self._end or (bool(self._every) and (update + 1) % (self._every or 1) == 0)
 
     def choose(
         self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True
@@ -473,6 +488,19 @@ class Auditor:
         if names:
             draws = DRAWS.format("The loss function or the model draws", " and ".join(names))
             self._warn(draws, RandomStreamWarning)
+
+    def warn_of_left(self, names: Sequence[str]) -> None:
+        """Warn if the `forward` of a `BatchLoss` leaves something for its criterion.
+
+        Args:
+            names: The tensors that the criterion refers to and that forward has changed.
+        """
+        if names:
+            self._warn(
+                f"`forward` of the BatchLoss changes what its criterion refers to: {few(names)}. The criterion is "
+                "called once for the whole batch, and finds there what one of the shards has left. Return from forward "
+                "what the criterion needs, labels as well: it gets this for all samples."
+            )
 
     def warn_of_outputs(self) -> None:
         """Warn that the outputs that a `BatchLoss` has gathered are not those by which its gradient is computed."""

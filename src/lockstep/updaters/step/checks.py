@@ -20,7 +20,7 @@ from lockstep import plan
 from lockstep.arguments import check_choice, check_instance
 from lockstep.communicators import Communicator
 from lockstep.data import BatchIterator, Iterator
-from lockstep.errors import OrderError, warn
+from lockstep.errors import OrderError, RandomStreamWarning, warn
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parameters_of, parse_loss_scale, required_by_step
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers, refuse_wrapped
@@ -337,6 +337,20 @@ def warn_of_no_means(found: Iterable[str]) -> None:
             "lockstep.token_mean() for a model that returns its loss. If the loss compares samples, use BatchLoss. "
             "`lockstep verify` compares the gradients."
         )
+
+
+def warn_of_repeated_streams(seed: int) -> None:
+    """Warn of an updater that goes on where another one with the same seed has ended.
+
+    Args:
+        seed: The seed of both.
+    """
+    warn(
+        f"Another updater with seed={seed} has trained this model, and this one counts its updates anew, so its shards "
+        "draw the same random numbers again, such as dropout masks. Pass another `seed`, such as the number of the "
+        "epoch, or keep one updater and give it the data of all epochs by an iterable.",
+        RandomStreamWarning,
+    )
 
 
 def check_first_shards(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.precision import CurrentScale, asks_for_closure, parameters_of
 from lockstep.streams import moved
 from lockstep.updaters.attempt.attempt import Attempt, Described, GradientRequest
 from lockstep.updaters.attempt.context import UpdateContext
-from lockstep.updaters.detectors import generator_states
+from lockstep.updaters.detectors import generator_states, left_for, read_states
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.coordinator import describe_batch
@@ -244,10 +244,13 @@ class CustomStep:
         gathered, engine = None, self._engine
         if isinstance(request.loss_fn, BatchLoss):
             drawn_before = generator_states([request.loss_fn.forward]) if engine.is_first else {}
+            read = partial(self._read_by, request.loss_fn.criterion) if engine.is_first else dict[str, object]
+            before = read()
             gathered = GatheredBatch(request.loss_fn, engine.replicas.model, compares=engine.is_first)
             scale = self._training.scale
             asked = replace(request, shard_loss=gathered.collect, gathers=True)
             self._run(Attempt(asked, scale, scale, given_batches=[batch], no_retry=True), context)
+            engine.auditor.warn_of_left(left_for(before, read()))
             watching = self._committer.stream.watching([request.loss_fn.criterion])
             with self._coordinator.reporting_errors(), watching:
                 gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])
@@ -264,6 +267,11 @@ class CustomStep:
         if self.state is not None:
             self.state.changed.append(changed)
         return attempt
+
+    def _read_by(self, criterion: object) -> dict[str, object]:
+        """Return the states of the tensors beside the model that the criterion of a `BatchLoss` refers to, by name."""
+        replicas = self._engine.replicas
+        return read_states([criterion], [replicas.model, *replicas.replicas], every=True)
 
     def _run(self, attempt: Attempt, context: UpdateContext) -> Attempt:
         """Run one attempt after another until one is final."""

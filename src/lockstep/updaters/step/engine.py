@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, Final
 
 from lockstep.communicators import Watch, refusing_collectives
-from lockstep.errors import RandomStreamWarning, warn
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import parameters_of
@@ -34,7 +33,7 @@ from lockstep.updaters.compute.clock import Clock, MeasuredSpeeds, workloads_of
 from lockstep.updaters.compute.prepared_model import PreparedModel
 from lockstep.updaters.compute.shard_gradients import NO_CONTEXT, DeviceGradientTask, GradientContext
 from lockstep.updaters.compute.shares import RankShare, share_of
-from lockstep.updaters.detectors import states, tensors_of_own
+from lockstep.updaters.detectors import code_of, read_states, states, tensors_of_own
 from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks.rank_reduction import RankReduction
 from lockstep.updaters.setup.batches import Conversion, batch_size, changes, check_whole, may_draw, read_batches
@@ -55,6 +54,7 @@ from lockstep.updaters.step.checks import (
     check_reached,
     options_of,
     warn_of_no_means,
+    warn_of_repeated_streams,
 )
 from lockstep.updaters.step.next_batches import NextBatches
 from lockstep.updaters.step.originals import noting_reads
@@ -72,12 +72,6 @@ WHY_NOT_TO_SEND: Final = (
     "loss over the whole batch by a BatchLoss."
 )
 """Why shards send nothing themselves."""
-REPEATED_STREAMS: Final = (
-    "Another updater with seed={} has trained this model, and this one counts its updates anew, so its shards draw the "
-    "same random numbers again, such as dropout masks. Pass another `seed`, such as the number of the epoch, or keep "
-    "one updater and give it the data of all epochs by an iterable."
-)
-"""What is wrong with an updater that goes on where another one has ended."""
 
 
 class GradientEngine:
@@ -145,6 +139,7 @@ class GradientEngine:
         self._watches_means = True
         self.auditor.restart(self._start)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
+        self._loss_fns: list[Any] = []
 
     @property
     def is_first(self) -> bool:
@@ -264,22 +259,17 @@ class GradientEngine:
             audit.steps_by = {f"`{name}`" for name in tensors_of_own(self.training.optimizers.values(), models)}
             audit.states = partial(states, request.loss_fn, models, self.training.optimizers.values())
             audit.began = audit.states()
+            others = [each for each in self._loss_fns if code_of(each) is not code_of(request.loss_fn)]
+            self._loss_fns = [*others, request.loss_fn]
+            audit.others = partial(read_states, others, models)
+            audit.others_began = audit.others()
         self._again().choose_neighbours(attempt, audit)
         return audit
 
     def _again(self) -> Recomputation:
         """Return what computes shards again."""
-        return Recomputation(
-            self.training,
-            self.recipe,
-            self.replicas,
-            self.prepared,
-            self.streams,
-            self.conversion,
-            self.first_stream,
-            self._run_shards,
-            self.is_first,
-        )
+        what = self.training, self.recipe, self.replicas, self.prepared, self.streams, self.conversion
+        return Recomputation(*what, self.first_stream, self._run_shards, self.is_first)
 
     def _run_shards(  # noqa: PLR0917 - the device comes last, because threads give it
         self,
@@ -419,7 +409,7 @@ class GradientEngine:
         """Check what the shards of one of the first updates have used, changed and drawn, before they are summed."""
         check_first_shards(attempt, self.prepared, self.replicas.model, self.training.optimizers)
         if self.streams.has_drawn:
-            warn(REPEATED_STREAMS.format(self.recipe.seed), RandomStreamWarning)
+            warn_of_repeated_streams(self.recipe.seed)
         self.streams.has_drawn = None
 
     def _remove_gradients(self, wanted: Collection[int] | None) -> None:
@@ -512,13 +502,13 @@ class GradientEngine:
         compute = partial(self._again().elsewhere, attempt, attempt.audit, context)
         if (finding := attempt.audit.finding(compute, reports, exchange)) is None:
             self.auditor.warn_of_moves(attempt.audit.drawn, attempt.audit.changed)
-        following = self.training.iteration + 1
         holds = "".join(each[-1] or "" for each in reports or [attempt.audit.to_plain()])
-        if holds and following < self._checked_until:
+        if holds and self.training.iteration + 1 < self._checked_until:
             attempt.may_send_early = False
+            if ATTRIBUTES in holds:
+                self._audited_again = self.training.iteration + 1
             if TENSORS in holds:
-                self.auditor.restart(following)
-            self._audited_again = following if ATTRIBUTES in holds else self._audited_again
+                self.auditor.extend(self._checked_until)
         at = self.training.iteration, attempt.request.computation
         return finding is not None and self.auditor.must_repeat(finding, at, self.replicas.devices)
 
