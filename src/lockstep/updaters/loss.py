@@ -545,7 +545,7 @@ def loss_weight(loss: Loss, num_samples: int, *, batch: int = 0, no_means: NoMea
             if is_usual and (node._saved_total_weight.item(), node._saved_reduction) == (num_samples, REDUCED_BY_MEAN):  # noqa: SLF001 - autograd has no public names
                 no_means.weights.add((batch, 0, "1"))
             else:
-                no_means.note(loss.value, num_samples, batch)
+                no_means.note(loss.value, batch)
         return float(num_samples)
     weight = float(loss.weight)
     if not (math.isfinite(weight) and weight >= 0):

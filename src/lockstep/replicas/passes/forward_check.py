@@ -126,7 +126,7 @@ class ForwardCheck:
         """Return what an output is by the operations that computed it; empty for a mean, or where shards agree."""
         seen, values = NoMeans(), {each.shard: each.tensors[index] for each in self.outputs.results}
         for shard, value in values.items():
-            seen.note(value, len(shard.samples), shard.batch)
+            seen.note(value, shard.batch)
         return " and ".join(sorted(seen.found)) if len(set(checksums(values.values()))) > 1 else ""
 
     def _computed(self, result: ShardForward, part: range, size: int) -> Computed:

@@ -87,6 +87,10 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has 
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.in_half, self.keeps = False, keeps
         self._interleaved = interleaved
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was recorded, before other samples are computed."""
         self._drawn: list[tuple[str, torch.Tensor]] = []
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
         self._samples, self._size, self._permutations = range(0), 0, 0

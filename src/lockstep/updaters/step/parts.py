@@ -1,8 +1,4 @@
-"""Notice a loss that is no mean over samples, by its values and gradients for a shard and for parts of the shard.
-
-The operations that computed a loss show a part of what it may be, and its values show the rest: a mean over all samples
-is the mean of the means over its parts, and so is its gradient.
-"""
+"""Notice a loss that is no mean over samples, by its values and gradients for a shard and for parts of the shard."""
 
 from __future__ import annotations
 
