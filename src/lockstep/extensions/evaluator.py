@@ -40,7 +40,7 @@ class Evaluator(Extension):
 
     A batch is a tensor, a tuple or a dict of tensors, which is passed to the loss function as a single argument,
     as positional or as keyword arguments; any other batch, such as a list of samples, is converted first.
-    A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names.
+    A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names; see `target`.
 
     Metrics may be those of `lockstep.metrics` or torchmetrics, or your own. Each rank updates a metric with its
     own shards, and the states are merged: counts as a whole, sums of floating-point numbers and lists of values shard
@@ -68,8 +68,9 @@ class Evaluator(Extension):
         name: The default name of the evaluator for `Trainer.extend`.
         converter: A function ``converter(samples, device)`` that returns the tensors of a sequence of samples; by
             default that of the updater for the batches of a `BatchIterator`.
-        target: The key of the target if a batch is a dict; by default that of a loss function made by `supervised` or
-            `token_mean`.
+        target: The entry of a batch that metrics compare outputs with: the key in a dict, by default that of a loss
+            function made by `supervised` or `token_mean`; or the position in a tuple, by default the last one. The
+            entries before it are the inputs: with ``target=1`` a batch may be ``(x, y, weight)``.
         num_shards: The number of shards per batch, at least 1; by default that of the updater. With 1 whole batches are
             distributed over the devices, which is faster if a batch fits on each.
         num_batches: The number of batches of a pass, at least 1; by default all of them.
@@ -95,7 +96,7 @@ class Evaluator(Extension):
     model_name: str = "main"
     name: InitVar[str] = "validation"
     converter: Converter | None = None
-    target: str | None = None
+    target: str | int | None = None
     num_shards: int | None = None
     num_batches: int | None = None
 
