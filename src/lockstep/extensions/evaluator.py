@@ -20,6 +20,7 @@ from lockstep.errors import warn
 from lockstep.extensions.evaluation import Evaluation
 from lockstep.metrics import Metric, Observed, OwnMetric, TorchMetric, flatten_value, is_collection, is_torchmetric
 from lockstep.prediction import check_one_pass, rewound, runner_of
+from lockstep.replicas import BatchDim, check_dims
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions
 
@@ -59,8 +60,8 @@ class Evaluator(Extension):
         loss_fn: A function ``loss_fn(model, *batch)`` that returns a mean loss over the batch, or a `Loss` with
             its weight and metrics. The metrics above then use the output of its last run of the model. If it reports
             values, it may return None, as a validation step of Lightning that only logs: there is no loss then. In the
-            first pass in a trainer it is also called for parts of the first shard, to name what is no mean over
-            samples, unless the updater has ``audit_every=0``.
+            first pass it is also called for parts of the first shard, to name what is no mean over samples, unless the
+            updater of the trainer has ``audit_every=0``.
         output: A function of the output of the model that returns what metrics see of it, such as
             ``lambda out: out.logits``. By default metrics get the output itself.
         model: The model; by default the updater's model named `model_name`.
@@ -71,6 +72,8 @@ class Evaluator(Extension):
         target: The entry of a batch that metrics compare outputs with: the key in a dict, by default that of a loss
             function made by `supervised` or `token_mean`; or the position in a tuple, by default the last one. The
             entries before it are the inputs: with ``target=1`` a batch may be ``(x, y, weight)``.
+        batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
+            position, as in `ParallelUpdater`. By default that of the trainer's updater, and 0 without a trainer.
         num_shards: The number of shards per batch, at least 1; by default that of the updater. With 1 whole batches are
             distributed over the devices, which is faster if a batch fits on each.
         num_batches: The number of batches of a pass, at least 1; by default all of them.
@@ -97,6 +100,7 @@ class Evaluator(Extension):
     name: InitVar[str] = "validation"
     converter: Converter | None = None
     target: str | int | None = None
+    batch_dim: BatchDim = None
     num_shards: int | None = None
     num_batches: int | None = None
 
@@ -106,6 +110,7 @@ class Evaluator(Extension):
             vars(self)["name"] = name
         _check_iterator(self.iterator)
         check_functions(converter=self.converter, loss_fn=self.loss_fn)
+        check_dims(self.batch_dim, "batch_dim")
         _check_carries_nothing(self.loss_fn)
         given = self.metrics
         found = {} if given is None else {"": given} if is_collection(given) else given
@@ -191,6 +196,8 @@ class Evaluator(Extension):
         def batches() -> Iterable[Any]:
             return islice(rewound(self.iterator, runner), num_batches)
 
+        if self.batch_dim is not None:
+            runner.conversion = runner.conversion.along(self.batch_dim)
         means, self.results = Evaluation(
             runner,
             self._shard_metrics,
