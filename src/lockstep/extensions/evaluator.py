@@ -234,11 +234,12 @@ def _check_iterator(iterator: object) -> None:
         raise TypeError(f"{rule}, got a {type(iterator).__name__}. Pass it by model=.")
     samples = isinstance(iterator, Dataset) and not isinstance(iterator, IterableDataset)
     tensors = isinstance(iterator, tuple) and any(isinstance(each, torch.Tensor) for each in iterator)
-    if samples or tensors or isinstance(iterator, torch.Tensor | Mapping | str):
+    is_iterable = hasattr(iterator, "__iter__") or hasattr(iterator, "__getitem__")
+    if samples or tensors or not is_iterable or isinstance(iterator, torch.Tensor | Mapping | str):
         remedy = "TensorDataset(*tensors)" if tensors or isinstance(iterator, torch.Tensor) else "dataset"
         raise TypeError(
-            f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, repeat=False) "
-            "or a DataLoader."
+            f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, "
+            "repeat=False), a DataLoader or a list of batches."
         )
 
 
