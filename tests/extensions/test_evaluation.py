@@ -197,6 +197,21 @@ def test_the_target_of_a_dict_is_that_of_the_loss_function() -> None:
     assert found["a"] == float((model(x).argmax(1) == y).double().mean())
 
 
+def test_the_target_of_a_tuple_may_be_chosen_by_its_position() -> None:
+    (x, y), model, metrics = tensors(), nn.Linear(4, 3), {"a": ls.metrics.Accuracy()}
+    batches, weight = [(x, y, torch.rand(len(y)))], lambda m, x, y, w: (w * cross_entropy(m(x), y)).mean()
+    expected = float((model(x).argmax(1) == y).double().mean())
+    for options in ({"loss_fn": weight}, {}):
+        for target in (1, -2):
+            assert Evaluator(batches, metrics, target=target, model=model, **options).evaluate()["a"] == expected
+    with pytest.raises(TypeError, match=r"must be integer classes, .* Evaluator\(\.\.\., target=1\)"):
+        Evaluator(batches, metrics, loss_fn=weight, model=model).evaluate()
+    with pytest.raises(IndexError, match="`target` must be a position in a batch of 3 entries, got 3"):
+        Evaluator(batches, metrics, target=3, model=model).evaluate()
+    with pytest.raises(TypeError, match=r"`target` must name the entry of a batch .* got 1"):
+        Evaluator([{"x": x, "labels": y}], metrics, target=1, model=model).evaluate()
+
+
 @pytest.mark.filterwarnings("ignore:The model or a function draws:lockstep.errors.RandomStreamWarning")
 def test_the_model_is_as_it_was_also_where_the_loss_runs_the_original(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())

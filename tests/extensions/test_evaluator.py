@@ -337,6 +337,11 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             "must yield at least one batch, got none",
         ),
         (
+            lambda: Evaluator(batches, {"x": Average()}),
+            TypeError,
+            r"`iterator` must be an iterable of batches, got a function\. .*, a DataLoader or a list of batches",
+        ),
+        (
             lambda: Evaluator(["ab"], {"x": Average()}).evaluate(net()),
             TypeError,
             "if there is no `converter`, got a str",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,51 @@ def test_a_mean_and_what_is_not_known_raise_no_alarm(loss_fn: Callable[..., Any]
 def test_whole_batches_and_a_run_without_audits_are_not_compared() -> None:
     assert warned(ignoring, num_shards=1) == []
     assert warned(ignoring, audit_every=0) == []
+
+
+def recurrent(net: nn.Module, steps: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = net(steps)[0]
+    return output.square().mean()
+
+
+def test_without_a_trainer_the_dimension_of_samples_is_given_or_named() -> None:
+    torch.manual_seed(0)
+    net, steps = nn.GRU(5, 4).double(), torch.randn(12, 6, 5).double()
+    with torch.no_grad():
+        whole = float(recurrent(net, steps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dim in (1, {0: 1}):
+            evaluator = Evaluator([steps], loss_fn=recurrent, num_shards=3, batch_dim=dim)
+            # Means over shards, rounded differently from one over all samples.
+            assert evaluator.evaluate(net)["loss"] == pytest.approx(whole, rel=1e-12)
+    with pytest.warns(UserWarning, match=SHOWN):
+        Evaluator([steps], loss_fn=recurrent, num_shards=3).evaluate(net)
+    with pytest.raises(TypeError, match="`batch_dim` must be an integer"):
+        Evaluator([steps], loss_fn=recurrent, batch_dim="1")
+
+
+def test_the_dimension_of_samples_is_by_default_that_of_the_updater(tmp_path: Path) -> None:
+    net, steps = nn.GRU(5, 4), torch.randn(12, 6, 5)
+    updater = ls.ParallelUpdater(
+        ls.IterableBatches([steps]),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net,
+        devices=["cpu"],
+        num_shards=3,
+        loss_fn=recurrent,
+        batch_dim=1,
+    )
+    trainer = ls.Trainer(updater, until=(1, "iteration"), out=tmp_path)
+    trainer.extend(Evaluator([steps], loss_fn=recurrent), name="same", trigger=(1, "iteration"))
+    trainer.extend(
+        Evaluator([steps.swapaxes(0, 1)], loss_fn=lambda net, x: recurrent(net, x.swapaxes(0, 1)), batch_dim=0),
+        name="own",
+        trigger=(1, "iteration"),
+    )
+    with finalized(updater):
+        trainer.run()
+    assert trainer.observation["same/main/loss"] == trainer.observation["own/main/loss"]
 
 
 def test_nothing_of_the_evaluation_changes() -> None:

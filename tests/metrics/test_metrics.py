@@ -245,6 +245,20 @@ def test_scores_without_classes_are_refused_with_the_cure(shapes: tuple[tuple[in
         Accuracy().update(output, target)
 
 
+def test_targets_that_are_no_classes_are_refused_with_the_cure() -> None:
+    accuracy = Accuracy()
+    with pytest.raises(TypeError, match=r"`target` must be integer classes, got torch\.float32\. .* target=1\)"):
+        accuracy.update(torch.eye(3), torch.tensor([0.9, 0.1, 0.5]))
+    for wrong in (-100, 3):
+        with pytest.raises(ValueError, match=rf"`target` must be in 0\.\.2, got {wrong}\. Pass .*ignore_index="):
+            accuracy.update(torch.eye(3), torch.tensor([0, wrong, 2]))
+    binary = Accuracy(threshold=0.0)
+    for target in (torch.tensor([1, -100]), torch.tensor([1.0, 0.4])):
+        with pytest.raises(ValueError, match=r"`target` must be 0 or 1 with a threshold, got .* Pass .*ignore_index="):
+            binary.update(torch.zeros(2), target)
+    assert accuracy.state_dict() == binary.state_dict() == {"correct": 0, "count": 0}
+
+
 def test_a_threshold_must_fit() -> None:
     with pytest.raises(ValueError, match=r"and `top_k` must be 1 then, got 0\.5 and 2"):
         Accuracy(2, threshold=0.5)

@@ -155,6 +155,8 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"got a object.* Pass output=lambda out"):
         ls.predict(Caching(), samples, devices=1)
     assert ls.predict(Caching(), samples, devices=1, output=lambda out: out.logits).shape == (5, 4)
+    with pytest.raises(TypeError, match=r"`output` must return dense tensors, .*sparse_coo\. .*out\.to_dense"):
+        ls.predict(nn.Identity(), samples, devices=1, output=torch.Tensor.to_sparse)
     with pytest.raises(ValueError, match="`output` must have the same shape for all samples, got"):
         ls.predict(Growing(), samples, devices=1, batch_size=3)
     with pytest.raises(TypeError, match="TensorDataset"):

@@ -189,6 +189,21 @@ def test_wrong_limits(clip: Any, error: type[Exception], message: str) -> None:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=clip)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_sparse_gradients_are_refused_before_anything_changes(several: bool) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(20, 3))
+    kinds = {"last": model[2], "first": model[0]} if several else {"main": model}
+    optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in kinds.items()}
+    batch = torch.arange(40).reshape(8, 5) % 9, torch.arange(8) % 3
+    updater = ls.ParallelUpdater(
+        [batch], optimizers, model, devices=1, num_shards=2, loss_fn=loss_fn, clip_grad_norm=1.0
+    )
+    before = ls.digest(model)
+    with pytest.raises(TypeError, match=r"`clip_grad_norm`, must be that of dense tensors, .* Pass sparse=False"):
+        updater.update()
+    assert (updater.iteration, ls.digest(model)) == (0, before)
+
+
 def test_lbfgs_cannot_be_clipped() -> None:
     model = net()
     with pytest.raises(ValueError, match="`clip_grad_norm` must be None for LBFGS"):

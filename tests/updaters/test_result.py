@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.support.ranks import launch_on_ranks
 from tests.support.small_updater import updater_of
 
 X = torch.arange(1.0, 8.0).reshape(7, 1)
@@ -46,6 +47,7 @@ def test_numbers_are_weighted_means_that_do_not_depend_on_devices(devices: int, 
     assert result.loss_scale == (loss_scale or 1.0)
     # Shards of one sample each; 6 and 7 weigh nothing and took no part.
     assert result.weight == 1 + 2 + 3 + 4 + 5
+    assert result.num_samples == 7
     assert result.loss.dtype == torch.float64
     assert result.loss.shape == ()
     assert result.loss.item() == (1 + 4 + 9 + 16 + 25) / 15
@@ -54,6 +56,14 @@ def test_numbers_are_weighted_means_that_do_not_depend_on_devices(devices: int, 
     assert float(result.metrics["n"]) == 1.0
     assert float(result.observation()["loss"]) == result.loss.item()
     assert set(result.observation()) == {"loss", "skipped", "large", "n"}
+
+
+def samples_of_result(devices: int) -> int:
+    return result_of(devices).num_samples
+
+
+def test_samples_are_those_of_all_ranks() -> None:
+    assert launch_on_ranks(samples_of_result, 2, 1) == [7, 7]
 
 
 def test_numbers_hold_no_graph() -> None:

@@ -178,11 +178,16 @@ class MicroAverage(Extension):
 
         result = Σ n / Σ d
 
-    Where a loss function returns the number of correct samples and the number of all, this is the accuracy over all of
-    them, however they are distributed over updates. It is observed with the sum of the denominators as its weight.
+    A loss function reports both as means over its samples, here for the accuracy over all tokens of sequences ``x``::
+
+        lockstep.report({"correct": correct / len(x), "tokens": tokens / len(x)})
+
+    The quotient is that of all tokens, however they are distributed over shards and updates. It is observed with the
+    sum of the denominators as its weight. Numbers that are not divided by those of the samples are warned of, because
+    their means over shards depend on the number of shards.
 
     Args:
-        numerator: The name of the observed value that is summed above.
+        numerator: The name of the observed value that is summed above, such as ``"main/correct"``.
         denominator: The name of the observed value that is summed below.
         result: The name of the quotient.
         trigger: The trigger that ends an interval.

@@ -69,7 +69,7 @@ class Evaluation:
         loss_fn: The loss function, or None.
         output: A function that returns what metrics see of the output of the model; None for the output itself.
         converter: Converts samples to tensors; None for the converter of the runner.
-        target: The key of the target if a batch is a dict.
+        target: The key of the target if a batch is a dict, or its position in a tuple.
         compares: Whether the loss and the values of the first shard are compared with those of parts of it.
     """
 
@@ -78,7 +78,7 @@ class Evaluation:
     loss_fn: LossFunction | None
     output: Callable[[Any], Any] | None
     converter: Converter | None
-    target: str | None
+    target: str | int | None
     compares: bool = False
 
     def __post_init__(self) -> None:
@@ -147,16 +147,19 @@ class Evaluation:
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
         if len(args) < len(("input", "target")):
             if kwargs:
-                close = get_close_matches(self.target or "labels", kwargs, 1, 0.0)
+                close = get_close_matches(str(target or "labels"), kwargs, 1, 0.0)
                 raise TypeError(
-                    f"`target` must name the entry of a batch with which metrics compare outputs, got {self.target!r} "
+                    f"`target` must name the entry of a batch with which metrics compare outputs, got {target!r} "
                     f"for a batch with the keys {sorted(kwargs)}. Pass Evaluator(..., target={close[0]!r}) or the like."
                 )
             raise TypeError(
                 f"A batch must be (*inputs, target), or a dict with the key `target`, got {len(args)} tensor. Metrics "
                 "compare outputs with targets: give a dataset of pairs (input, target)."
             )
-        return ShardArguments(args, kwargs, args[:-1], {}, args[-1])
+        position = target if isinstance(target, int) else -1
+        if not -len(args) <= position < len(args):
+            raise IndexError(f"`target` must be a position in a batch of {len(args)} entries, got {position}.")
+        return ShardArguments(args, kwargs, args[:position], {}, args[position])
 
     def _compute(self, place: int, given: ShardArguments) -> tuple[Any, Any]:
         """Return what the loss function returns for a shard, and what metrics see of the model's output."""

@@ -20,6 +20,7 @@ from lockstep.errors import warn
 from lockstep.extensions.evaluation import Evaluation
 from lockstep.metrics import Metric, Observed, OwnMetric, TorchMetric, flatten_value, is_collection, is_torchmetric
 from lockstep.prediction import check_one_pass, rewound, runner_of
+from lockstep.replicas import BatchDim, check_dims
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions
 
@@ -40,7 +41,7 @@ class Evaluator(Extension):
 
     A batch is a tensor, a tuple or a dict of tensors, which is passed to the loss function as a single argument,
     as positional or as keyword arguments; any other batch, such as a list of samples, is converted first.
-    A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names.
+    A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names; see `target`.
 
     Metrics may be those of `lockstep.metrics` or torchmetrics, or your own. Each rank updates a metric with its
     own shards, and the states are merged: counts as a whole, sums of floating-point numbers and lists of values shard
@@ -59,8 +60,8 @@ class Evaluator(Extension):
         loss_fn: A function ``loss_fn(model, *batch)`` that returns a mean loss over the batch, or a `Loss` with
             its weight and metrics. The metrics above then use the output of its last run of the model. If it reports
             values, it may return None, as a validation step of Lightning that only logs: there is no loss then. In the
-            first pass in a trainer it is also called for parts of the first shard, to name what is no mean over
-            samples, unless the updater has ``audit_every=0``.
+            first pass it is also called for parts of the first shard, to name what is no mean over samples, unless the
+            updater of the trainer has ``audit_every=0``.
         output: A function of the output of the model that returns what metrics see of it, such as
             ``lambda out: out.logits``. By default metrics get the output itself.
         model: The model; by default the updater's model named `model_name`.
@@ -68,8 +69,11 @@ class Evaluator(Extension):
         name: The default name of the evaluator for `Trainer.extend`.
         converter: A function ``converter(samples, device)`` that returns the tensors of a sequence of samples; by
             default that of the updater for the batches of a `BatchIterator`.
-        target: The key of the target if a batch is a dict; by default that of a loss function made by `supervised` or
-            `token_mean`.
+        target: The entry of a batch that metrics compare outputs with: the key in a dict, by default that of a loss
+            function made by `supervised` or `token_mean`; or the position in a tuple, by default the last one. The
+            entries before it are the inputs: with ``target=1`` a batch may be ``(x, y, weight)``.
+        batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
+            position, as in `ParallelUpdater`. By default that of the trainer's updater, and 0 without a trainer.
         num_shards: The number of shards per batch, at least 1; by default that of the updater. With 1 whole batches are
             distributed over the devices, which is faster if a batch fits on each.
         num_batches: The number of batches of a pass, at least 1; by default all of them.
@@ -95,7 +99,8 @@ class Evaluator(Extension):
     model_name: str = "main"
     name: InitVar[str] = "validation"
     converter: Converter | None = None
-    target: str | None = None
+    target: str | int | None = None
+    batch_dim: BatchDim = None
     num_shards: int | None = None
     num_batches: int | None = None
 
@@ -105,6 +110,7 @@ class Evaluator(Extension):
             vars(self)["name"] = name
         _check_iterator(self.iterator)
         check_functions(converter=self.converter, loss_fn=self.loss_fn)
+        check_dims(self.batch_dim, "batch_dim")
         _check_carries_nothing(self.loss_fn)
         given = self.metrics
         found = {} if given is None else {"": given} if is_collection(given) else given
@@ -190,6 +196,8 @@ class Evaluator(Extension):
         def batches() -> Iterable[Any]:
             return islice(rewound(self.iterator, runner), num_batches)
 
+        if self.batch_dim is not None:
+            runner.conversion = runner.conversion.along(self.batch_dim)
         means, self.results = Evaluation(
             runner,
             self._shard_metrics,
@@ -226,11 +234,12 @@ def _check_iterator(iterator: object) -> None:
         raise TypeError(f"{rule}, got a {type(iterator).__name__}. Pass it by model=.")
     samples = isinstance(iterator, Dataset) and not isinstance(iterator, IterableDataset)
     tensors = isinstance(iterator, tuple) and any(isinstance(each, torch.Tensor) for each in iterator)
-    if samples or tensors or isinstance(iterator, torch.Tensor | Mapping | str):
+    is_iterable = hasattr(iterator, "__iter__") or hasattr(iterator, "__getitem__")
+    if samples or tensors or not is_iterable or isinstance(iterator, torch.Tensor | Mapping | str):
         remedy = "TensorDataset(*tensors)" if tensors or isinstance(iterator, torch.Tensor) else "dataset"
         raise TypeError(
-            f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, repeat=False) "
-            "or a DataLoader."
+            f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, "
+            "repeat=False), a DataLoader or a list of batches."
         )
 
 

@@ -64,7 +64,8 @@ class Accuracy:
             target: The class indices, of shape (N, ...), in 0..C-1 or `ignore_index`; with a threshold 0 or 1.
 
         Raises:
-            ValueError: If the shapes do not match, or there is only one class.
+            ValueError: If the shapes do not match, there is only one class, or a target on the CPU is out of range.
+            TypeError: If targets are not integers, without a threshold.
         """
         shapes = f"{tuple(output.shape)} and {tuple(target.shape)}"
         counted = self._counted(target)
@@ -72,6 +73,7 @@ class Accuracy:
             scores = output.squeeze(1) if output.shape[1:] == (1,) and target.ndim == 1 else output
             if scores.shape != target.shape:
                 raise ValueError(f"`output` and `target` must have one shape with a threshold, got {shapes}.")
+            _check_range(target, counted & (target != 0) & (target != 1), "0 or 1 with a threshold")
             correct = ((scores >= self.threshold) == target) & ~scores.isnan()
         else:
             several = output.ndim > 1 and output.shape[1] > 1
@@ -81,6 +83,13 @@ class Accuracy:
                     f"{shapes}. Pass `threshold=0.0` (logits) or `threshold=0.5` (probabilities) for targets that are "
                     "0 or 1, in one label or several."
                 )
+            if target.is_floating_point() or target.is_complex():
+                raise TypeError(
+                    f"`target` must be integer classes, got {target.dtype}. If the last entry of a batch is not the "
+                    "target, as in (x, y, weight), choose it by its position: Evaluator(..., target=1)."
+                )
+            num_classes = output.shape[1]
+            _check_range(target, counted & ((target < 0) | (target >= num_classes)), f"in 0..{num_classes - 1}")
             # An ignored target may lie outside of 0..C-1, where it cannot be an index.
             correct = _num_preceding(output.detach(), torch.where(counted, target, 0)) < self.top_k
         self._correct = _to_device(self._correct, output.device) + (correct & counted).sum()
@@ -136,6 +145,15 @@ class Accuracy:
     def _counted(self, target: torch.Tensor) -> torch.Tensor:
         """Return a mask of the targets that count."""
         return torch.ones_like(target, dtype=torch.bool) if self.ignore_index is None else target != self.ignore_index
+
+
+def _check_range(target: torch.Tensor, is_wrong: torch.Tensor, rule: str) -> None:
+    """Check that no target is wrong, on the CPU only: elsewhere it would wait for the device."""
+    if is_wrong.is_cpu and bool(is_wrong.any()):
+        raise ValueError(
+            f"`target` must be {rule}, got {target[is_wrong][0].item()}. Pass Accuracy(..., ignore_index=...) for the "
+            "value of labels that do not count, such as -100."
+        )
 
 
 def _num_preceding(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def report(
     So a value must be a mean over the samples, or over what `weight` counts. A number of correct samples, a maximum or
     an F1 would be averaged over shards, which depends on their number: report the correct ones divided by all, and
     compute the others in an Evaluator. The audits of an updater name such values, and so does the first pass of an
-    Evaluator in a trainer.
+    Evaluator.
 
     A value is observed as ``main/<name>``. A value that a module reports about itself is observed as
     ``main/<path>/<name>``, with the path of the module in the model, as in ``main/predictor/accuracy``; the

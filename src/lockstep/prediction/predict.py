@@ -213,6 +213,11 @@ def _on_cpu(returned: Any) -> Any:
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.detach().cpu()
+        if moved.layout is not torch.strided:
+            raise TypeError(
+                f"`output` must return dense tensors, got one of {moved.layout}. Pass output=lambda out: "
+                "out.to_dense() or the like."
+            )
         # A view such as the last position of a sequence would keep and send all positions.
         is_view = moved.untyped_storage().nbytes() > moved.numel() * moved.element_size()
         return moved.clone(memory_format=torch.contiguous_format) if is_view else moved

@@ -33,7 +33,7 @@ from lockstep.trainer.extension import (
 )
 from lockstep.trainer.surroundings import SynchronizedProgress, report_failure, say, trial_folder
 from lockstep.triggers import Never, Progress, Trigger, TriggerSpec, get_trigger, get_until, position, reached
-from lockstep.updaters import Converter, Updater
+from lockstep.updaters import Converter, Result, Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
 
@@ -66,6 +66,7 @@ class Trainer(KnowsOthers):
         out: The folder for files.
         fast_dev_run: The number of updates of a trial; 0 for a usual run.
         observation: The values observed in the last update and by the extensions after it, by name.
+        result: What the last update returned; None before the first one of this process.
         resumption: The snapshot from which `run` resumed; None if it did not.
         error: The exception that ends the run, while `on_error` and `finalize` of extensions are called; otherwise
             None.
@@ -99,6 +100,7 @@ class Trainer(KnowsOthers):
         self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
         self.out = trial_folder(updater.communicator, self) if self.fast_dev_run else Path(out)
         self.observation: dict[str, Observed] = {}
+        self.result: Result | None = None
         self._entries: dict[str, ExtensionEntry] = {}
         self._order: list[ExtensionEntry] = []
         # The extensions that are still to come in this iteration, and the one whose trigger has fired: a trigger
@@ -515,7 +517,7 @@ class Trainer(KnowsOthers):
         for entry in self._initialized:
             entry.extension.before_update(self)
         try:
-            result = self.updater.update()
+            self.result = self.updater.update()
         except StopIteration as end:
             raise EndOfDataError(
                 f"The iterator ended after {self.updater.epoch_detail:g} epochs and {self.updater.iteration} updates, "
@@ -523,7 +525,7 @@ class Trainer(KnowsOthers):
                 "lockstep.BatchIterator(..., repeat=True), a DataLoader or another source that can be iterated over "
                 "again; or a smaller `until`."
             ) from end
-        self.observation = {f"main/{name}": mean for name, mean in result.observation().items()}
+        self.observation = {f"main/{name}": mean for name, mean in self.result.observation().items()}
         self._pending.extend(self._order)
 
     def _finish_iteration(self) -> None:

@@ -91,6 +91,7 @@ class UpdateResult:
         skipped: Whether the gradient was not finite, so that nothing was stepped by it; a 0-d tensor, above 0 if so,
             where only the device knows.
         grad_norm: See the attribute of this name.
+        num_samples: See the attribute of this name.
     """
 
     def __init__(
@@ -106,10 +107,14 @@ class UpdateResult:
         parts: Mapping[str, UpdateResult] | None = None,
         skipped: bool | torch.Tensor = False,
         grad_norm: torch.Tensor | None = None,
+        num_samples: int = 0,
     ) -> None:
         self.grad_norm = grad_norm
         """The norm of the gradients before they were clipped, on the device: a 0-d tensor; None without
         `clip_grad_norm`, and if nothing was stepped. Of several optimizers it is the norm of all gradients together."""
+        self.num_samples = num_samples
+        """The number of samples in the batches of the update, on all ranks, whatever they weigh. For a step function
+        these are the batches of the main iterator, without those in which samples cannot be counted."""
         self.skipped_flag = skipped
         """Whether the gradient was not finite; a tensor where only the device knows."""
         self._applied = applied

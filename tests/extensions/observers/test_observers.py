@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import lockstep as ls
 from lockstep.communicators import Watch
@@ -137,6 +138,36 @@ def test_samples_are_counted_and_not_the_weights_of_the_loss(tmp_path: Path, lab
     assert counts == pytest.approx({"samples": passed} | ({"tokens": 10 * passed} if label == "tokens" else {}))
 
 
+def step_by_parts(updater: ls.ParallelUpdater, batch: tuple[torch.Tensor, ...]) -> None:
+    for part in (batch, tuple(each[:2] for each in updater.next_batch("main"))):
+        updater.compute_gradients(part)
+        updater.apply_gradients()
+
+
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [
+        (8, {"loss_fn": ls.supervised(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0])))}),
+        (8, {"loss_fn": ls.supervised(nn.CrossEntropyLoss(reduction="sum"))}),
+        (24, {"accumulate": 3}),
+        (16, {"step_fn": step_by_parts}),
+    ],
+)
+def test_samples_of_a_data_loader_are_rows(tmp_path: Path, samples: int, options: dict[str, Any]) -> None:
+    net, loader = nn.Linear(6, 3), DataLoader(vectors(), 8, drop_last=True)
+    options = {"loss_fn": ls.supervised(functional.cross_entropy), **options}
+    updater = ls.ParallelUpdater(
+        loader, torch.optim.SGD(net.parameters(), lr=0.1), net, devices=1, num_shards=4, **options
+    )
+    log = LogReport(trigger=(2, "iteration"))
+    trainer = Trainer(updater, (2, "iteration"), tmp_path, extensions=[Throughput(trigger=log.trigger), log])
+    with finalized(updater):
+        trainer.run()
+    assert log.log[0]["throughput/samples"] / log.log[0]["throughput/updates"] == pytest.approx(samples)
+    assert isinstance(trainer.result, ls.UpdateResult)
+    assert trainer.result.num_samples == samples
+
+
 def sleeping(place_seconds: dict[str, float]) -> Any:
     """Return a loss function that sleeps in the threads of devices."""
 
@@ -188,12 +219,11 @@ def test_a_single_measured_update_stands_for_an_interval_of_an_accelerator() -> 
 
 def test_a_rate_of_weights_that_nothing_observes_is_left_out(tmp_path: Path) -> None:
     log = LogReport(trigger=(1, "iteration"))
-    extensions = [Throughput("main/gen/loss", trigger=(1, "iteration")), log]
+    extensions = [Throughput("main/gen/loss", label="tokens", trigger=(1, "iteration")), log]
     trainer = Trainer(CountingUpdater(4, [Mean(1.0, 3)] * 2), (2, "iteration"), tmp_path, extensions=extensions)
     message = "`weight_of` must name an observed mean, got 'main/gen/loss'.* observed: main/loss, throughput/updates"
     with pytest.warns(UserWarning, match=message) as warned:
         trainer.run()
     assert len(warned) == 1
-    assert [set(entry) & {"throughput/updates", "throughput/samples"} for entry in log.log] == [
-        {"throughput/updates"}
-    ] * 2
+    names = {"throughput/updates", "throughput/samples", "throughput/tokens"}
+    assert [names & set(entry) for entry in log.log] == [{"throughput/updates"}] * 2

@@ -184,11 +184,12 @@ class Throughput(Extension):
 
     The names are:
 
-    * ``"throughput/updates"``, and ``"throughput/samples"`` for the samples that a `BatchIterator` counts. The time
-      includes that of other extensions.
+    * ``"throughput/updates"``, and ``"throughput/samples"`` for the samples of the batches, whatever their losses weigh
+      (see `UpdateResult.num_samples`), unless none are counted, as by an updater of your own whose results have no
+      ``num_samples``. The time includes that of other extensions.
     * ``"throughput/tokens"``, if you pass ``label="tokens"``, for the weights of the loss. The weight of a loss is the
-      number of samples, or of tokens with `token_mean`, and 1 if the loss is a sum. Where samples are not counted, as
-      with a DataLoader, the default label counts weights, too. If nothing observes the weights, a warning says so.
+      number of samples, or of tokens with `token_mean`, and 1 if the loss is a sum. If nothing observes the weights, a
+      warning says so.
     * ``"throughput/load/device0"`` and so on, in the order of the updater's devices: the share of the time in which the
       device computed shards, in [0, 1]. The rest is the sum over devices, the optimizer, data and extensions. On CPUs
       every update is measured. Elsewhere the second update of an interval stands for all of them, because measuring
@@ -200,8 +201,8 @@ class Throughput(Extension):
     Args:
         weight_of: The name of the observed mean whose weights are counted; with several models in a step function, that
             of one of them, such as ``"main/gen/loss"``.
-        label: The last part of the name for the counted weights, such as ``"tokens"``. The default one is that of the
-            samples, where they are counted.
+        label: The last part of the name for the counted weights, such as ``"tokens"``. With the default one, that of
+            the samples, no weights are counted.
         trigger: The trigger that decides when to observe them.
 
     With several processes, the counts are those of the whole batch, and time, load and memory those of each process.
@@ -217,7 +218,7 @@ class Throughput(Extension):
         self.trigger = trigger
         self._since = 0.0
         self._updates = 0
-        self._samples: int | None = None
+        self._samples = 0
         self._weight: float | torch.Tensor | None = None
         self._warned = False
         self._load: _DeviceLoad | None = None
@@ -230,12 +231,13 @@ class Throughput(Extension):
         self._restart(trainer)
 
     def collect(self, trainer: Trainer) -> None:
-        """Count the update and its weight; nothing is read from the device."""
+        """Count the update, its samples and its weight; nothing is read from the device."""
         self._updates += 1
+        self._samples += getattr(trainer.result, "num_samples", 0)
         if self._load is not None:
             self._load.end_update(self._updates)
         value = trainer.observation.get(self.weight_of)
-        if isinstance(value, Mean):
+        if isinstance(value, Mean) and self.label != "samples":
             self._weight = value.weight if self._weight is None else self._weight + value.weight
 
     def __call__(self, trainer: Trainer) -> None:
@@ -244,11 +246,10 @@ class Throughput(Extension):
         weight = None if self._weight is None else float(self._weight)
         seconds = max(time.perf_counter() - self._since, 1e-9)
         counts: dict[str, float] = {"updates": self._updates} | ({} if weight is None else {self.label: weight})
-        if self._samples is not None:
-            counts["samples"] = (trainer.updater.samples_passed or 0) - self._samples
+        counts |= {"samples": self._samples} if self._samples else {}
         for name, count in counts.items():
             trainer.observe(f"throughput/{name}", count / seconds)
-        if self.label not in counts and not self._warned and trainer.is_main:
+        if self.label not in {"samples", *counts} and not self._warned and trainer.is_main:
             self._warned = True
             warn(
                 f"`weight_of` must name an observed mean, got {self.weight_of!r}, so Throughput leaves out the rate of "
@@ -274,8 +275,7 @@ class Throughput(Extension):
             restart_peak_memory(device)
         if self._load is not None:
             self._load.restart()
-            self._samples = trainer.updater.samples_passed
-        self._since, self._updates, self._weight = time.perf_counter(), 0, None
+        self._since, self._updates, self._samples, self._weight = time.perf_counter(), 0, 0, None
 
 
 class _DeviceLoad(Stopwatch):

@@ -349,6 +349,7 @@ class Attempt:
             of_batch=self.request.shard_loss is not None,
             skipped=check.nonfinite is not None if check.found_inf is None else check.found_inf,
             grad_norm=self.grad_norm,
+            num_samples=sum(self.sizes),
         )
 
     def next_scale(self, scale: CurrentScale) -> CurrentScale:

@@ -282,6 +282,14 @@ class Conversion:
         """
         return Conversion(converter, self.batch_dim, self.seed, self._lists)
 
+    def along(self, batch_dim: BatchDim) -> Conversion:
+        """Return the same conversion for batches with their samples in other dimensions.
+
+        Args:
+            batch_dim: The dimension of tensors that counts samples.
+        """
+        return Conversion(self._converter, batch_dim, self.seed)
+
     def shards(
         self,
         batches: Sequence[Any],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -22,7 +23,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import BatchLoss, LossFunction
 from lockstep.updaters.ranks.coordinator import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup.batches import own_iterator_error
+from lockstep.updaters.setup.batches import batch_size, own_iterator_error
 from lockstep.updaters.setup.names import MAIN, Names
 from lockstep.updaters.state.checkpoint import Savepoint
 from lockstep.updaters.step.assembly import Parts
@@ -40,6 +41,7 @@ class CustomStepState:
         changed: What the shards of each gradient have changed in batches, with its former values.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
         has_ended: Whether an iterator of the updater has ended.
+        num_samples: The number of samples in the batches taken from the main iterator.
     """
 
     context: UpdateContext
@@ -49,6 +51,7 @@ class CustomStepState:
     changed: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
     has_ended: bool = False
+    num_samples: int = 0
 
     @torch.no_grad()
     def undo_change(self) -> None:
@@ -67,13 +70,15 @@ class CustomStepState:
         # One optimizer of several has a part even if it is the only one here, because its losses would otherwise be
         # logged under another name in some updates.
         if all(set(names) == set(optimizers) for names, _ in self.results):
-            return _merge_results(found, scale)
+            return _merge_results(found, scale, self.num_samples)
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
-            label: _merge_results([result for names, result in self.results if "+".join(names) == label], scale)
+            label: _merge_results(
+                [result for names, result in self.results if "+".join(names) == label], scale, self.num_samples
+            )
             for label in labels
         }
-        return _merge_results(found, scale, parts=parts)
+        return _merge_results(found, scale, self.num_samples, parts=parts)
 
 
 class CustomStep:
@@ -121,7 +126,7 @@ class CustomStep:
             # The step function itself may draw random numbers. They come from a stream of this update, so that a
             # repeated update draws the same ones.
             with self._committer.stream.opened(), self._coordinator.reporting_errors():
-                self._describe(batch, MAIN)
+                self._note(batch, MAIN, state)
                 try:
                     core(batch)
                 except StopIteration as error:
@@ -416,13 +421,16 @@ class CustomStep:
             state.has_ended = True
             raise
         state.consumed[name] += 1
-        self._describe(batch, name)
+        self._note(batch, name, state)
         return batch
 
-    def _describe(self, batch: Any, name: str) -> None:
-        """Describe a batch that was taken from an iterator, if there are other ranks to compare it with."""
-        if self._parts.communicator.size > 1 and self.state is not None:
-            self.state.described.append(describe_batch(batch, name, self._training.iteration))
+    def _note(self, batch: Any, name: str, state: CustomStepState) -> None:
+        """Count a batch that was taken from an iterator; describe it if there are other ranks to compare it with."""
+        # A step function may take apart what is no batch of tensors.
+        with suppress(TypeError, ValueError, LookupError):
+            state.num_samples += batch_size(batch, self._engine.recipe.batch_dim) if name == MAIN else 0
+        if self._parts.communicator.size > 1:
+            state.described.append(describe_batch(batch, name, self._training.iteration))
 
 
 class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
@@ -434,13 +442,18 @@ class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
 
 
 def _merge_results(
-    results: Sequence[UpdateResult], scale: CurrentScale, *, parts: Mapping[str, UpdateResult] | None = None
+    results: Sequence[UpdateResult],
+    scale: CurrentScale,
+    num_samples: int,
+    *,
+    parts: Mapping[str, UpdateResult] | None = None,
 ) -> UpdateResult:
     """Merge several results into one, with all reports, the last loss scale and the most tries.
 
     Args:
         results: The results, in order.
         scale: The loss scale before the update, which counts if there are no results.
+        num_samples: The number of samples of the update.
         parts: The result for each optimizer, if there are several.
     """
     # Functions instead of values: reading them here would wait for the device.
@@ -455,6 +468,7 @@ def _merge_results(
         parts=parts,
         skipped=_any([result.skipped_flag for result in results]),
         grad_norm=next((result.grad_norm for result in reversed(results) if result.grad_norm is not None), None),
+        num_samples=num_samples,
     )
 
 

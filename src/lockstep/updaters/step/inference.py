@@ -51,7 +51,7 @@ class InferenceRunner:
         model_name: The name of the network to run, if the model is one of several by name.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
-        audits: Whether the updates of the updater are audited.
+        audits: Whether an evaluation looks for what is no mean over samples; not where updates are not audited.
     """
 
     replicas: ReplicaSet
@@ -153,6 +153,7 @@ class InferenceRunner:
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
             partial(recording_runners, replicas),
+            audits=True,
         )
 
     @property
