@@ -368,7 +368,7 @@ def check_first_shards(
         ValueError: If a loss function uses what the replicas do not have, or changes options of optimizers, or the rule
             of a buffer does not fit, or if a gradient of several shards would not be that of the batch.
     """
-    context = attempt.gradient_context
+    context, replicas = attempt.gradient_context, [runner.replica for runner in prepared.runners]
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     for name, value in options_of(optimizers, loss_fn).items():
         if value != context.options.get(name, value):
@@ -387,12 +387,10 @@ def check_first_shards(
             warn_of_reads(loss_fn, model, changed)
     if attempt.audit is not None:
         # Here, because some are created by the first call, such as a copy of the model.
-        models = [model, *(runner.replica for runner in prepared.runners)]
-        attempt.audit.holds += TENSORS * bool(outside_tensors(loss_fn, models))
+        attempt.audit.holds += TENSORS * bool(outside_tensors(loss_fn, [model, *replicas]))
     if attempt.share.num_shards > 1:
         check_no_counts(model)
-    used_by = loss_fn, [runner.replica for runner in prepared.runners]
-    check_leaves(context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
+    check_leaves(context.foreign_leaves, "loss_fn", (loss_fn, replicas), (shards, [*model.parameters()]))
     counted = {report.shard for task in attempt.device_tasks for report in task.reports}
     sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.at_start]
     check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)

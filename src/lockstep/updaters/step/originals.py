@@ -158,7 +158,7 @@ def _in_forward(module: object) -> bool:
     return frame.f_back is not None
 
 
-def check_attributes_read(reads: Mapping[tuple[int, str], str], changed: Iterable[tuple[str, nn.Module, str]]) -> None:
+def check_attributes_read(reads: Mapping[tuple[int, str], str], changed: Iterable[Changed]) -> None:
     """Check that no plain attribute was read from the original model that the forward of a replica has changed.
 
     Args:
@@ -168,12 +168,12 @@ def check_attributes_read(reads: Mapping[tuple[int, str], str], changed: Iterabl
     Raises:
         ValueError: If such an attribute was read, because only replicas have what the forward has left there.
     """
-    for _, module, name in changed:
-        if reader := reads.get((id(module), name)):
+    for each in changed:
+        if reader := reads.get((id(each.module), each.name)):
             raise ValueError(
-                f"A function must read {name!r}, which a forward sets, from the replica that computes, got {reader!r}, "
-                "which reads it from your original model, whose forward is never run. Read it from the model that is "
-                "given to the function."
+                f"A function must read {each.name!r}, which a forward sets, from the replica that computes, got "
+                f"{reader!r}, which reads it from your original model, whose forward is never run. Read it from the "
+                "model that is given to the function."
             )
 
 
@@ -213,17 +213,19 @@ def check_buffers_read(
 
 
 class Changed(NamedTuple):
-    """A plain attribute that a forward has set or changed.
+    """A plain attribute that a forward has set or changed, or what it has registered.
 
     Attributes:
         path: The name of the module in the model.
         module: The module of the original model.
         name: The name of the attribute.
+        is_plain: Whether it is no parameter, buffer or module.
     """
 
     path: str
     module: nn.Module
     name: str
+    is_plain: bool = True
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}".lstrip(".")
@@ -246,8 +248,8 @@ def changed_attributes(model: nn.Module, replica: nn.Module) -> list[Changed]:
             is_plain = name not in OF_MODULES or name == "training"
             if is_plain and value is not before.get(name) and _summary(before.get(name)) != _summary(value):
                 found.append(Changed(path, module, name))
-        for registry in REGISTRIES:
-            found += [Changed(path, module, name) for name in after.get(registry, ()) if name not in before[registry]]
+        new = [name for each in REGISTRIES for name in after.get(each, ()) if name not in before[each]]
+        found += [Changed(path, module, name, is_plain=False) for name in new]
     return found
 
 
@@ -285,7 +287,8 @@ def warn_of_reads(loss_fn: Any, model: nn.Module, changed: Iterable[Changed]) ->
     if told:
         warn(READ.format(few([*told])), DeterminismWarning)
     for each in changed:
-        if id(each.module) not in metrics:
+        # What is registered is not there to be read.
+        if id(each.module) not in metrics and each.is_plain:
             watch_read(each.module, each.name, READ.format(each))
     held: list[Any] = [each for _, found in called_functions(loss_fn) for each in found] if torchmetrics else []
     for metric in held:
