@@ -10,6 +10,6 @@ from lockstep.optim.momentum import (
     momentum_step as momentum_step,
 )
 from lockstep.optim.momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD, MomentumSGD as MomentumSGD
-from lockstep.optim.norm import norms as norms, refuse_sparse as refuse_sparse
+from lockstep.optim.norm import norms as norms
 from lockstep.optim.options import rows_by as rows_by, scalar as scalar, without_pre_hooks as without_pre_hooks
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule, large_batch_schedule as large_batch_schedule

@@ -13,17 +13,6 @@ from torch import Tensor
 CHUNK_NUMEL = 16384
 
 
-def refuse_sparse(tensors: Sequence[Tensor]) -> None:
-    """Check that no tensor is sparse; a TypeError names it."""
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"A norm, as for `clip_grad_norm`, must be that of dense tensors, got one of {tensor.layout} of shape "
-                f"{[*tensor.shape]}. Pass sparse=False to the embedding, or give its weight to an optimizer whose "
-                "gradients are not clipped."
-            )
-
-
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, without synchronizing with the device.
@@ -46,7 +35,13 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([])])
     [tensor(5.), tensor(0.)]
     """
-    refuse_sparse(tensors)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"A norm, as for `clip_grad_norm`, must be that of dense tensors, got one of {tensor.layout} of shape "
+                f"{[*tensor.shape]}. Pass sparse=False to the embedding, or give its weight to an optimizer whose "
+                "gradients are not clipped."
+            )
     # Flattened in logical order first, or the order of the additions would follow the layout in memory.
     chunks = [torch.split(tensor.detach().reshape(-1), CHUNK_NUMEL) for tensor in tensors]
     chunk_norms = _chunk_norms([chunk for parts in chunks for chunk in parts])

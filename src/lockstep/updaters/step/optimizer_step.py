@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from lockstep.errors import LockstepError
-from lockstep.optim import HookedOptimizer, refuse_sparse
+from lockstep.optim import HookedOptimizer, norms
 from lockstep.precision import MasterWeights, skipped_if
 from lockstep.updaters.step.checks import VERSION_OF
 from lockstep.updaters.step.sharing import SharedStep
@@ -106,7 +106,9 @@ class OptimizerStep:
             # an order that does not depend on the machine or on the devices.
             own = self.optimizer if isinstance(self.optimizer, HookedOptimizer) else None
             moving = parameters if own is None else own.moving_parameters()
-            refuse_sparse([each.grad for each in moving if each.grad is not None])
+            gradients = [each.grad for each in moving if each.grad is not None]
+            if sparse := [each for each in gradients if each.layout is not torch.strided]:
+                norms(sparse)  # which refuses them
             self.grad_norm = clip_grad_norm_(moving, self.clip)
         # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
         versions = list(map(VERSION_OF, parameters))
