@@ -225,10 +225,10 @@ def read_states(functions: Iterable[Any], models: Iterable[nn.Module], *, every:
     Args:
         functions: The functions.
         models: The model and its replicas.
-        every: Whether integers and single elements count as well.
+        every: Whether integers and single elements count as well, and no parameters, which no batch has left.
     """
-    found = (_states_of(outside_tensors(each, models, every=every)) for each in functions)
-    return {name: state for states in found for name, state in states.items()}
+    found = {name: each for one in functions for name, each in outside_tensors(one, models, every=every).items()}
+    return _states_of({name: each for name, each in found.items() if not (every and type(each) is nn.Parameter)})
 
 
 def left_for(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

@@ -169,16 +169,9 @@ def _check_outputs(outputs: Any, shard: Shard) -> None:
     """Check that outputs have the samples of their shard.
 
     Raises:
-        TypeError: If there is no tensor, or a number.
+        TypeError: If there is no tensor.
         ValueError: If a tensor has another length.
     """
-    for name, value in _plain_values(outputs, "output"):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            raise TypeError(
-                f"`{name}` of the `forward` of a BatchLoss must not be a number, which is that of one shard, got "
-                f"{value}. Return a tensor with one entry per sample, and compute numbers of the whole batch, such as "
-                "its length, in the criterion."
-            )
     found = list(nest.named_tensors(outputs, "output"))
     if not found:
         raise TypeError(f"`forward` of a BatchLoss must return tensors, got a {type(outputs).__name__}.")
@@ -214,13 +207,19 @@ def _merged(parts: Sequence[tuple[range, Any]], device: torch.device) -> list[to
         [
             *((name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")),
             *(
-                (name, value if isinstance(value, str | bool) else type(value))
+                (name, value if isinstance(value, str | int | float) else type(value))
                 for name, value in _plain_values(outputs, "output")
             ),
         ]
         for _, outputs in parts
     ]
-    for kind in kinds:
+    for (samples, outputs), kind in zip(parts, kinds, strict=True):
+        for name, value in _plain_values(outputs, "output"):
+            if type(value) is int and value == len(samples) != num_samples:
+                raise ValueError(
+                    f"`{name}` of the `forward` of a BatchLoss must hold for the whole batch of {num_samples} samples, "
+                    f"got {value}, the number of those of a shard. Compute it in the criterion, by len(output)."
+                )
         if kind != kinds[0]:
             raise ValueError(
                 "`forward` of a BatchLoss must return the same structure for all shards, and a tensor for what differs "
