@@ -37,6 +37,7 @@ from lockstep.updaters.step.originals import (
     check_attributes_read,
     check_buffers_read,
     warn_of_reads,
+    warn_of_registered,
 )
 from lockstep.updaters.step.stepping import check_dense
 
@@ -382,6 +383,7 @@ def check_first_shards(
     if context.at_start:
         changed = changed_attributes(model, prepared.runners[0].replica)
         check_attributes_read(context.original_reads, changed)
+        warn_of_registered(changed, replicas[0])
         if attempt.audit is not None:
             attempt.audit.holds += ATTRIBUTES * bool(changed)
             warn_of_reads(loss_fn, model, changed)

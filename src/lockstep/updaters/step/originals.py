@@ -253,6 +253,24 @@ def changed_attributes(model: nn.Module, replica: nn.Module) -> list[Changed]:
     return found
 
 
+def warn_of_registered(changed: Iterable[Changed], replica: nn.Module) -> None:
+    """Warn of what a forward has registered in a replica, and the state of the model lacks.
+
+    Args:
+        changed: What a forward has changed; see `changed_attributes`.
+        replica: The replica.
+    """
+    registered = [f"{each}" for each in changed if not each.is_plain]
+    held = [*replica.state_dict()] if registered else []
+    if missing := [each for each in registered if any(f"{key}.".startswith(f"{each}.") for key in held)]:
+        warn(
+            f"Forward registers {few(missing)} in the copies of the model, each in its own. No optimizer trains them, "
+            "and neither the model nor a snapshot has them. Create parameters, buffers and modules in `__init__`, or "
+            "run the model on a batch under torch.no_grad() before you create the optimizer. Register a cache by "
+            "register_buffer(..., persistent=False)."
+        )
+
+
 def _summary(value: Any, levels: int = MOST_LEVELS) -> str:
     """Return a text that differs where values differ, as far as values of their type are compared."""
     kind = type(value)
