@@ -24,7 +24,7 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (260, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 31_597
+LINES_OF_CODE = 31_599
 MODULES = 275
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 600

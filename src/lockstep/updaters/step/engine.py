@@ -231,6 +231,8 @@ class GradientEngine:
             gradients.is_first, gradients.at_start, gradients.foreign_leaves = True, update == self._start, []
             self.streams.has_drawn = False if update == 0 and not self.used_at and self._goes_on() else None
             gradients.options, gradients.original_reads = options_of(self.training.optimizers, request.loss_fn), {}
+        else:
+            self._loss_fns = []  # which may hold batches
         # On accelerators the host would wait in every update.
         reads = update == self._start or audit is not None or not (self.replicas.accelerators or request.deferred)
         if self._watches_means and reads and share.num_shards > 1 and gradients.mean and not request.shard_loss:
