@@ -126,8 +126,9 @@ class _WatchedAttribute:
         """Return the value that the object has, or else that of the class."""
         if instance is not None and id(instance) in self.watched:
             self._note_read(instance, sys._getframe(1))  # noqa: SLF001 - as above
-        if instance is not None and self.name in vars(instance):
-            return vars(instance)[self.name]
+        # Not by `vars`, for which the compiler of torch 2.11 would ask this descriptor.
+        if instance is not None and self.name in (own := object.__getattribute__(instance, "__dict__")):
+            return own[self.name]
         if self.former is None:
             raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
         return self.former.__get__(instance, owner) if hasattr(self.former, "__get__") else self.former
