@@ -99,12 +99,14 @@ def functions_in(value: Any) -> list[FunctionType]:
 
 
 def code_of(function: Any) -> object:
-    """Return the code of a function or a method, which a function that is defined anew shares; else the object itself.
+    """Return the code of a function, also inside of a method or a partial, which one that is defined anew shares.
+
+    That of another callable object is the object itself.
 
     Args:
         function: The function or callable object.
     """
-    return getattr(getattr(function, "__func__", function), "__code__", function)
+    return next((each.__code__ for each in functions_in(function)), function)
 
 
 def with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -204,17 +204,12 @@ def _merged(parts: Sequence[tuple[range, Any]], device: torch.device) -> list[to
     """
     num_samples = sum(len(samples) for samples, _ in parts)
     kinds: list[list[tuple[object, ...]]] = [
-        [
-            *((name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")),
-            *(
-                (name, value if isinstance(value, str | int | float) else type(value))
-                for name, value in _plain_values(outputs, "output")
-            ),
-        ]
+        [(name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")]
         for _, outputs in parts
     ]
     for (samples, outputs), kind in zip(parts, kinds, strict=True):
         for name, value in _plain_values(outputs, "output"):
+            kind.append((name, value if isinstance(value, str | int | float) else type(value)))
             if type(value) is int and value == len(samples) != num_samples:
                 raise ValueError(
                     f"`{name}` of the `forward` of a BatchLoss must hold for the whole batch of {num_samples} samples, "

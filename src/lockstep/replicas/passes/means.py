@@ -167,7 +167,8 @@ def find_no_means(
         differs, reported = _difference(first, tolerance), _differences_of_reports(first, tolerance)
         if not differs and not reported:
             return "", {}
-        second, third = (_first(compute, each, numbers) for each in (Draws(), Draws(interleaved=True)))
+        others = Draws(keeps=draws.keeps), Draws(keeps=draws.keeps, interleaved=True)
+        second, third = (_first(compute, each, numbers) for each in others)
     except (Exception, SystemExit):  # noqa: BLE001 - user code may refuse so few samples, or end at a loss of NaN
         return "", {}
     pairs = [*zip(first, second, strict=True)]

@@ -381,7 +381,7 @@ def check_first_shards(
     check_lookups(loss_fn, model)
     check_buffers_read(loss_fn, context.original_reads, prepared, attempt)
     if context.at_start:
-        changed = changed_attributes(model, prepared.runners[0].replica)
+        changed = changed_attributes(model, replicas[0])
         check_attributes_read(context.original_reads, changed)
         warn_of_registered(changed, replicas[0])
         if attempt.audit is not None:

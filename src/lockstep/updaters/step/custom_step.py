@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -249,13 +249,13 @@ class CustomStep:
         gathered, engine = None, self._engine
         if isinstance(request.loss_fn, BatchLoss):
             drawn_before = generator_states([request.loss_fn.forward]) if engine.is_first else {}
-            read = partial(self._read_by, request.loss_fn.criterion) if engine.is_first else dict[str, object]
-            before = read()
+            before = self._read_by(request.loss_fn.criterion) if engine.is_first else {}
             gathered = GatheredBatch(request.loss_fn, engine.replicas.model, compares=engine.is_first)
             scale = self._training.scale
             asked = replace(request, shard_loss=gathered.collect, gathers=True)
             self._run(Attempt(asked, scale, scale, given_batches=[batch], no_retry=True), context)
-            engine.auditor.warn_of_left(left_for(before, read()))
+            if engine.is_first:
+                engine.auditor.warn_of_left(left_for(before, self._read_by(request.loss_fn.criterion)))
             watching = self._committer.stream.watching([request.loss_fn.criterion])
             with self._coordinator.reporting_errors(), watching:
                 gathered.differentiate(self._parts.communicator, engine.replicas.devices[0])

@@ -106,8 +106,8 @@ class OptimizerStep:
             # an order that does not depend on the machine or on the devices.
             own = self.optimizer if isinstance(self.optimizer, HookedOptimizer) else None
             moving = parameters if own is None else own.moving_parameters()
-            gradients = [each.grad for each in moving if each.grad is not None]
-            if sparse := [each for each in gradients if each.layout is not torch.strided]:
+            given = (each.grad for each in moving if each.grad is not None)
+            if sparse := [each for each in given if each.layout is not torch.strided]:
                 norms(sparse)  # which refuses them
             self.grad_norm = clip_grad_norm_(moving, self.clip)
         # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
